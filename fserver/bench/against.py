@@ -39,7 +39,7 @@ COLUMNS = (
 
 
 def checkout(text: str) -> Path:
-    """Returns the folder of --against, which has to contain a package fserver."""
+    """The folder of --against, which has to contain a package fserver."""
     folder = Path(text).resolve()
     if not (folder / "fserver/__init__.py").is_file():
         raise argparse.ArgumentTypeError(
@@ -69,7 +69,7 @@ def rows(run: Run, transport: str, planned: Sequence[Case]) -> Iterator[dict[str
 
     Each round has new nodes, connections and tensors, because where memory lies can change a round
     trip by more than what is looked for. In a round the builds take turns case by case, and the
-    build that is first changes with the round. The pair that does not measure is blocked.
+    build that is first changes with the round.
 
     In a row, "baseline_" is of the other build. "ratio" is the median of the ratios of the rounds,
     of this build's p50 to the other's; "ratio_low" and "ratio_high" are its 95 % interval.
@@ -121,10 +121,10 @@ def judge(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> int:
     """The exit status: 1 if this build is slower, which is said on standard error."""
     slower = [row for row in rows if row["ratio_low"] > LIMIT]
     for row in slower:
+        out, back = (report.show_size(row[f"bytes_{way}"]) for way in ("out", "back"))
         print(
-            f"bench: slower than {options.against}: {row['transport']}, {row['op']}, "
-            f"{report.show_size(row['bytes_out'])} out, {report.show_size(row['bytes_back'])} "
-            f"back: {row['ratio']:.3f} times ({report.LEVEL:.0%}: {row['ratio_low']:.3f} to "
+            f"bench: slower than {options.against}: {row['transport']}, {row['op']}, {out} out, "
+            f"{back} back: {row['ratio']:.3f} times ({report.LEVEL:.0%}: {row['ratio_low']:.3f} to "
             f"{row['ratio_high']:.3f}; the limit is {LIMIT})",
             file=sys.stderr,
         )

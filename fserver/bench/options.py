@@ -1,7 +1,6 @@
 """The options that all benchmarks share, and their types."""
 
 import argparse
-import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,17 +13,6 @@ CHECKED = (
     "in memory that held other values before."
 )
 PLACES = ("local", "remote", "joint")
-ROLES = ("worker", "server")
-VALUES = {  # of options, in their help, by type; else a list
-    "str": "NAME",
-    "output": "FILE",
-    "_cores": "A,B",
-    "positive": "N",
-    "size": "BYTES",
-    "seconds": "SECONDS",
-    "milliseconds": "MS",
-    "checkout": "DIR",
-}
 
 Option = tuple[str, Callable[[str], Any] | tuple[str, ...], Any, str]
 """A flag, its type or the words that it allows, its default (None: nothing is shown) and its help.
@@ -33,31 +21,9 @@ A type that is `bool` makes a switch."""
 
 TWO_HOSTS: tuple[Option, ...] = (
     ("--scheduler", str, None, "two hosts: HOST:PORT, an address of the servers' host"),
-    ("--role", ROLES, None, "two hosts: the role of this host"),
+    ("--role", ("worker", "server"), None, "two hosts: the role of this host"),
     ("--host", str, None, "two hosts: the address of this host to use"),
 )
-
-
-def parser(name: str, text: str, *options: Option, rounds: int | None = None) -> "Parser":
-    """Returns the parser of a benchmark: with these options and those that all have.
-
-    Args:
-        name: the name of the benchmark.
-        text: the description in its help.
-        options: its own.
-        rounds: default of --rounds. None: nothing takes turns with a raw baseline.
-    """
-    made = Parser(prog=f"fserver bench {name}", description=text)
-    made.option("--json", output, None, "also write the results to this file, as JSON")
-    core = "run the workers on core A and the servers on core B (default: the first two)"
-    made.option("--cores", _cores, None, core)
-    if rounds is not None:
-        made.option("--rounds", positive, rounds, "number of rounds")
-        made.option("--iters", positive, None, "exchanges in a round, instead of --seconds")
-        made.option("--no-baseline", bool, False, "no raw baseline, which needs a C compiler")
-    for option in options:
-        made.option(*option)
-    return made
 
 
 class Parser(argparse.ArgumentParser):
@@ -71,8 +37,23 @@ class Parser(argparse.ArgumentParser):
         how = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
         if default is not None:
             text += f" (default {default})"
-        unit = None if "choices" in how else VALUES.get(getattr(kind, "__name__", ""), "LIST")
-        self.add_argument(flag, default=default, help=text, metavar=unit, **how)
+        self.add_argument(flag, default=default, help=text, **how)
+
+
+def parser(name: str, text: str, *options: Option, rounds: int | None = None) -> Parser:
+    """The parser of a benchmark, with this description, these options and those that all have.
+    `rounds` is the default of --rounds. None: nothing takes turns with a raw baseline."""
+    made = Parser(prog=f"fserver bench {name}", description=text)
+    made.option("--json", output, None, "also write the results to this file, as JSON")
+    core = "A,B: run the workers on core A and the servers on core B (default: the first two)"
+    made.option("--cores", _cores, None, core)
+    if rounds is not None:
+        made.option("--rounds", positive, rounds, "number of rounds")
+        made.option("--iters", positive, None, "exchanges in a round, instead of --seconds")
+        made.option("--no-baseline", bool, False, "no raw baseline, which needs a C compiler")
+    for option in options:
+        made.option(*option)
+    return made
 
 
 def seconds_of(default: float | None, text: str = "approximate length of a round") -> Option:
@@ -96,30 +77,24 @@ def check_hosts(made: Parser, options: argparse.Namespace) -> None:
 
 
 def output(text: str) -> str:
-    """Returns the name of a file after checking that it can be written at the end."""
-    folder = os.path.dirname(text) or "."
-    if not text or os.path.isdir(text):
-        raise argparse.ArgumentTypeError(f"{text!r}: want the name of a file")
-    if not os.path.isdir(folder):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: the folder {folder!r} does not exist: create it, or give another file"
-        )
-    if not os.access(text if os.path.exists(text) else folder, os.W_OK):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: not writable: change its permissions, or give another file"
-        )
-    return text
+    """The name of a file that can be written; creates it."""
+    try:
+        with open(text, "a"):
+            return text
+    except OSError as error:
+        why = f"{text!r}: {error.strerror}: want a file that can be written"
+        raise argparse.ArgumentTypeError(why) from None
 
 
 def positive(text: str) -> int:
-    """Returns a whole number, 1 or more."""
+    """A whole number, 1 or more."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: want a whole number, 1 or more")
     return int(text)
 
 
 def seconds(text: str, unit: str = "seconds") -> float:
-    """Returns a number of seconds, more than 0."""
+    """A number of seconds, more than 0."""
     try:
         value = float(text)
     except ValueError:
@@ -130,12 +105,12 @@ def seconds(text: str, unit: str = "seconds") -> float:
 
 
 def milliseconds(text: str) -> float:
-    """Returns a number of milliseconds, more than 0."""
+    """A number of milliseconds, more than 0."""
     return seconds(text, "milliseconds")
 
 
 def size(text: str) -> int:
-    """Returns a number of bytes, 8 or more. The number in a message has 8 bytes."""
+    """A number of bytes, 8 or more. The number in a message has 8 bytes."""
     try:
         count = report.parse_size(text)
     except ValueError as error:
@@ -146,12 +121,12 @@ def size(text: str) -> int:
 
 
 def sizes(text: str) -> list[int]:
-    """Returns a list of sizes."""
+    """A list of sizes."""
     return [size(part) for part in text.split(",")]
 
 
 def exchanges(text: str) -> list[tuple[int, int]]:
-    """Returns a list of bytes in both directions, each given as OUT:BACK or as one size."""
+    """A list of bytes in both directions, each given as OUT:BACK or as one size."""
     pairs = []
     for part in text.split(","):
         out, two, back = part.partition(":")
@@ -160,30 +135,29 @@ def exchanges(text: str) -> list[tuple[int, int]]:
 
 
 def numbers(text: str) -> list[int]:
-    """Returns a sorted list of whole numbers, 1 or more."""
+    """A sorted list of whole numbers, 1 or more."""
     return sorted({positive(part) for part in text.split(",")})
 
 
 def names(text: str) -> list[str]:
-    """Returns a list of words."""
+    """A list of words."""
     return text.split(",")
 
 
 def some_of(allowed: tuple[str, ...]) -> Callable[[str], list[str]]:
-    """Returns the type of an option that is a list of these words."""
+    """The type of an option that is a list of these words."""
 
     def words(text: str) -> list[str]:
-        found = text.split(",")
-        for word in found:
+        for word in text.split(","):
             if word not in allowed:
                 raise argparse.ArgumentTypeError(f"{word!r}: want some of {', '.join(allowed)}")
-        return found
+        return text.split(",")
 
     return words
 
 
 def _cores(text: str) -> tuple[int, int]:
-    parts = text.split(",")
-    if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
+    if not re.fullmatch(r"\d+,\d+", text):
         raise argparse.ArgumentTypeError(f"{text!r}: want two core numbers, A,B")
-    return int(parts[0]), int(parts[1])
+    a, b = text.split(",")
+    return int(a), int(b)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from . import report
 from .baseline import Baseline
 from .crew import Case, Nodes
@@ -18,12 +20,8 @@ from .turns import Player, take_turns
 
 @dataclass
 class Raw:
-    """A raw baseline that takes turns, or none.
-
-    Attributes:
-        says: its name, or why there is none, as a row has it.
-        rounds: its figures beside those that were measured last.
-    """
+    """A raw baseline that takes turns, or none. `says` is its name, or why there is none, as a row
+    has it; `rounds` are its figures beside those that were measured last."""
 
     player: Baseline | None = None
     says: dict[str, Any] = field(default_factory=dict)
@@ -36,7 +34,7 @@ class Run(contextlib.ExitStack):
     Attributes:
         options: as the parser gave them.
         nodes: who plays.
-        cores: of workers and servers; None: processes are not pinned.
+        cores: of workers and servers.
         rows: those that were added.
     """
 
@@ -47,33 +45,28 @@ class Run(contextlib.ExitStack):
         nodes: Nodes = Nodes(),  # noqa: B008 (immutable)
         columns: Sequence[report.Column] = report.COLUMNS,
         steps: float = 0,
-        pin: bool = True,
     ):
-        """Checks that there is a GPU if one is asked for, and prints on what is measured.
+        """Checks that there is a GPU if one is asked for, and prints on what is measured. `step`
+        will be called so often."""
+        from rich.console import Console
+        from rich.progress import Progress
 
-        Args:
-            name: of the benchmark.
-            options, nodes: see the attributes.
-            columns: of its table.
-            steps: how often `step` will be called.
-            pin: choose cores, if the options name none.
-
-        Raises:
-            BenchError: there is none.
-        """
         super().__init__()
         self.options, self.nodes, self.rows = options, nodes, list[dict[str, Any]]()
         self._name, self._columns = name, columns
-        self._raw = Raw()
-        if getattr(options, "device", None) in ("gpu", ["gpu"]):
+        if getattr(options, "device", None) == ["gpu"]:
             need_gpu()
-        self.cores = choose_cores(options.cores) if pin else options.cores
+        self.cores = choose_cores(options.cores)
         self.facts = report.machine(self.cores)
         print(report.show_machine(self.facts), flush=True)
-        self._bar: Any = None
-        if sys.stderr.isatty():
-            self._bar = self.enter_context(_progress())
-            self._task = self._bar.add_task(name, total=steps)
+        bar = Progress(
+            console=Console(stderr=True),
+            transient=True,
+            redirect_stdout=sys.stdout.isatty(),
+            disable=not sys.stderr.isatty(),
+        )
+        self._bar = self.enter_context(bar)
+        self._task = self._bar.add_task(name, total=steps)
 
     def header(self) -> None:
         """Prints the titles of the table."""
@@ -84,10 +77,9 @@ class Run(contextlib.ExitStack):
         print(report.line(self._columns, row), flush=True)
         self.rows.append(row)
 
-    def step(self, count: float = 1) -> None:
-        """So much more is done."""
-        if self._bar is not None:
-            self._bar.advance(self._task, count)
+    def step(self) -> None:
+        """One more is done."""
+        self._bar.advance(self._task)
 
     def finish(self, **more: Any) -> None:
         """Writes the file that was asked for."""
@@ -102,19 +94,12 @@ class Run(contextlib.ExitStack):
         make: Callable[..., Baseline] = Baseline,
         stack: contextlib.ExitStack | None = None,
     ) -> Raw:
-        """Starts the raw baseline of a way, for `turns` and `row`. Without a compiler, or if the
-        system refuses its calls, there is none, and the rows say why.
-
-        Args:
-            way: one of baseline.WAYS; None: there is none.
-            where, make: see Baseline.
-            stack: it ends with that, if not with the run.
-        """
-        self._raw = Raw()
+        """Starts the raw baseline of a way, which ends with the stack or the run; `where` and
+        `make` are of Baseline. Without a compiler, or if the system refuses its calls, there is
+        none, and the rows say why."""
         if self.options.no_baseline or way is None:
             missing = "--no-baseline" if way else "there is no raw program that does the same"
-            self._raw.says["baseline_missing"] = missing
-            return self._raw
+            return Raw(says={"baseline_missing": missing})
         try:
             with contextlib.ExitStack() as own:
                 raw = own.enter_context(make(way, self.cores, where))
@@ -123,54 +108,37 @@ class Run(contextlib.ExitStack):
                 (stack or self).enter_context(own.pop_all())
         except BenchError as error:
             print(f"bench: there is no baseline: {error}", file=sys.stderr)
-            self._raw.says["baseline_missing"] = str(error)
-        else:
-            self._raw = Raw(raw, {"baseline": way})
-        return self._raw
+            return Raw(says={"baseline_missing": str(error)})
+        return Raw(raw, {"baseline": way})
 
     def turns(
-        self, players: Sequence[Player], out: int, back: int, raws: Sequence[Raw] | None = None
+        self, players: Sequence[Player], moved: tuple[int, int], raws: Sequence[Raw]
     ) -> list[list[Figures]]:
-        """The figures of the players, each in all rounds, in turn with the baseline that was opened
-        last, or with `raws`. These move so many bytes there and home."""
+        """The figures of the players, each in all rounds, in turn with the baselines, which move so
+        many bytes there and home."""
         options = self.options
-        beside = [(raw, raw.player) for raw in raws or [self._raw] if raw.player]
+        beside = [(raw, raw.player) for raw in raws if raw.player]
         for _, player in beside:
-            player.prepare(out, back)
-        found = take_turns(
-            [*(player for _, player in beside), *players],
-            options.rounds,
-            options.seconds,
-            options.iters,
-            done=self.step,
-        )
+            player.prepare(*moved)
+        all_players = [*(player for _, player in beside), *players]
+        how = options.rounds, options.seconds, options.iters, self.step
+        found = take_turns(all_players, *how)
         for raw, _ in beside:
             raw.rounds = found.pop(0)
         return found
 
-    def row(
-        self,
-        transport: str,
-        case: Case,
-        measured: Sequence[Figures],
-        raw: Raw | None = None,
-        **more: Any,
-    ) -> dict[str, Any]:
-        """A row of what `turns` gave, beside the baseline that was opened last, or `raw`."""
-        raw = raw or self._raw
-        out, back = sum(case.out), sum(case.back)
-        says = {**raw.says, **more}
-        return report.row(transport, case.op, out, back, measured, raw.rounds, **says)
+
+def row(
+    transport: str, case: Case, measured: Sequence[Figures], raw: Raw, **more: Any
+) -> dict[str, Any]:
+    """A row of what `turns` gave, beside a baseline."""
+    moved = sum(case.out), sum(case.back)
+    says = {**raw.says, **more}
+    return report.row(transport, case.op, *moved, measured, raw.rounds, **says)
 
 
-def choose_cores(asked: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Returns the cores of workers and servers, or None if processes cannot be pinned."""
-    if not hasattr(os, "sched_getaffinity"):
-        print(
-            "bench: this system cannot pin processes to cores, so the results will be noisy",
-            file=sys.stderr,
-        )
-        return None
+def choose_cores(asked: tuple[int, int] | None) -> tuple[int, int]:
+    """The cores of workers and servers: those that are asked for, or the first two."""
     usable = sorted(os.sched_getaffinity(0))
     asked = asked or (usable[0], usable[min(1, len(usable) - 1)])
     for core in asked:
@@ -187,18 +155,5 @@ def choose_cores(asked: tuple[int, int] | None) -> tuple[int, int] | None:
 
 def need_gpu() -> None:
     """Raises BenchError if there is no GPU."""
-    import torch
-
     if not torch.cuda.is_available():
         raise BenchError("--device gpu: torch sees no GPU (run `fserver doctor` for the reason)")
-
-
-def _progress() -> Any:
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ImportError:
-        raise BenchError("rich is missing (run pip install 'fserver[bench]')") from None
-    return Progress(
-        console=Console(stderr=True), transient=True, redirect_stdout=sys.stdout.isatty()
-    )

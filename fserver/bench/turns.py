@@ -26,20 +26,19 @@ class CrewPlayer:
     """Workers and servers of fserver."""
 
     def __init__(self, crew: Crew):
-        self._crew = crew
-        self.unit = 1
+        self.crew, self.unit = crew, 1
 
     def prepare(self, case: Case) -> None:
         """The case of the next rounds."""
         self.unit = case.unit
-        self._crew.all("prepare", case)
+        self.crew.all("prepare", case)
 
     def check(self, seed: int) -> None:
-        self._crew.all("verify", seed)
+        self.crew.all("verify", seed)
 
     def measure(self, warmup: int, count: int) -> Figures:
         """Of the slowest process, if several hold workers."""
-        results = self._crew.workers("measure", warmup, count)
+        results = self.crew.workers("measure", warmup, count)
         return max(results, key=lambda figures: figures["p50_us"])
 
 
@@ -51,13 +50,8 @@ def take_turns(
     done: Callable[[], None] = lambda: None,
 ) -> list[list[Figures]]:
     """Measures all players in turn; gives the figures of each one's rounds: none of one that raised
-    GaveUpError.
-
-    Args:
-        seconds: about how long a round of one player is.
-        iters: exchanges of a round instead, in the largest unit of the players.
-        done: called after each round of all.
-    """
+    GaveUpError. A round of one player takes about so many seconds, or has `iters` exchanges, in the
+    largest unit of the players. `done` is called after each round of all."""
     largest = max(player.unit for player in players)
     counts: dict[int, int] = {}  # of those that have not given up
     results: list[list[Figures]] = [[] for _ in players]

@@ -25,7 +25,7 @@ from fserver.bench import baseline, pingpong, run, turns
 from fserver.bench.crew import Nodes
 from fserver.bench.errors import BenchError, GaveUpError, WrongDataError
 from fserver.bench.host import own_address
-from fserver.bench.options import PLACES, exchanges
+from fserver.bench.options import exchanges
 
 
 def test_cases():
@@ -160,12 +160,12 @@ def test_the_program_in_cpp():
 def test_places_and_devices(tmp_path, capsys):
     path = tmp_path / "rows.json"
     argv = ["--sizes", "64", "--rounds", "1", "--iters", "10", "--json", str(path)]
-    argv += ["--places", ",".join(PLACES), "--device", "cpu,gpu", "--beside", "none"]
+    argv += ["--places", ",".join(pingpong.PLACES), "--device", "cpu,gpu", "--beside", "none"]
     assert bench.main(["pingpong", *argv, "--ops", "push,push_pull"]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["place", "device", "transport"]
     rows = written(path, "pingpong")
     assert [(r["place"], r["op"]) for r in rows if r["device"] == "cpu"] == [
-        (place, op) for place in PLACES for op in ("push", "push_pull")
+        (place, op) for place in pingpong.PLACES for op in ("push", "push_pull")
     ]
     for row in rows:
         if row["device"] == "gpu" and not torch.cuda.is_available():
