@@ -95,6 +95,7 @@ class Actor:
         self._make = make
         self.nodes: list[Any] = []
         self.places: list[Place] = []
+        self.case = Case("", ())
         self.sequence = 0  # exchanges so far
         self.pattern = Pattern()
 
@@ -137,6 +138,12 @@ class Actor:
             return getattr(self, method)(*args)
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+    def check_numbers(self, numbers: Sequence[Any], i: int) -> None:
+        """What came is of exchange i."""
+        for got in numbers:
+            if got.value != i:
+                raise WrongDataError(f"{self.case}: exchange {i} brought the data of {got.value}")
 
     def links(self) -> list[str]:
         """The transports that this process's nodes use."""
@@ -221,7 +228,7 @@ class WorkerActor(Actor):
                 request.node.wait(handle, TIMEOUT_MS)
             samples.append(now() - start)
             for request in requests:
-                self.check_numbers(request, i)
+                self.check_numbers(request.got, i)
         self.sequence += count
         return samples
 
@@ -238,15 +245,9 @@ class WorkerActor(Actor):
             wait(handle, TIMEOUT_MS)
             end = now()
             samples.append(end - start)
-            self.check_numbers(request, i)
+            self.check_numbers(request.got, i)
         self.sequence += count
         return samples
-
-    def check_numbers(self, request: Request, i: int) -> None:
-        """The answers are those of exchange i."""
-        for got in request.got:
-            if got.value != i:
-                raise WrongDataError(f"{self.case}: exchange {i} brought the answer to {got.value}")
 
 
 class ServerActor(Actor):
@@ -302,7 +303,7 @@ class ServerActor(Actor):
             else:
                 for request in batch:
                     if numbered:
-                        self.check_number(request[1], i)
+                        self.check_numbers([number(request[1][0])], i)
                     respond([], request[0], need_event=False)
             del batch, request  # now, while the worker is busy, not before the next answer
         self.sequence += count
@@ -322,9 +323,3 @@ class ServerActor(Actor):
         for handler, tensors, _ in batch:
             answer = tensors if self.case.echoes else self.answers[stage]
             self.nodes[0].respond(answer, handler, need_event=False)
-
-    def check_number(self, tensors: list[torch.Tensor], i: int) -> None:
-        """What was pushed is that of exchange i."""
-        got = number(tensors[0]).value
-        if got != i:
-            raise WrongDataError(f"{self.case}: exchange {i} brought the data of {got}")

@@ -7,11 +7,10 @@ from typing import Any
 
 from . import report
 from .actors import TIMEOUT_MS, WorkerActor
-from .baseline import baseline_of
 from .crew import Case, Member, Nodes, start
 from .options import parser, positive, seconds_of, size, transport_of
-from .run import Run, row
-from .turns import CrewPlayer
+from .run import Run
+from .turns import CrewPlayer, Way
 
 BUDGET_US = 273.0  # of a round trip: 61 layers x 3 stages at 20 tokens/s
 TRACES = 4096  # push_pulls whose stamps a worker remembers
@@ -90,7 +89,7 @@ class LayersActor(WorkerActor):
                 wait(handle, TIMEOUT_MS)
                 samples.append(now() - start)
                 handles.append(handle)
-                self.check_numbers(request, self.sequence)
+                self.check_numbers(request.got, self.sequence)
         return handles
 
 
@@ -136,22 +135,16 @@ def _measure(run: Run) -> dict[str, Any]:
     crew = run.enter_context(start(members, run.nodes))
     run.enter_context(crew.cluster(options.transport))
     transport = crew.transport()
-    raw = run.open_raw(baseline_of(transport))
-    player = CrewPlayer(crew)
-    player.prepare(Case("pull", out, back, stages=options.stages, unit=unit))
+    way = Way(transport, CrewPlayer(crew), run.raw(transport))
     # What one worker moves in one exchange.
     whole = Case("af", out * options.servers, back * options.servers)
-    [measured] = run.turns([player], (sum(whole.out), sum(whole.back)), [raw])
-    found = row(transport, whole, measured, raw)
-    asked = ("workers", "servers", "layers", "stages", "tensors", "back_tensors")
+    run.measure([way], Case("pull", out, back, stages=options.stages, unit=unit), whole)
+    found, measured = way.row(whole), way.rounds
     median = statistics.median
     times = {name: median(one["parts_us"][name] for one in measured) for name in PARTS}
     return {
         **found,
-        **{name: getattr(options, name) for name in asked},
         "shape": f"{options.workers} x {options.servers}",
-        "tensor_bytes": options.bytes,
-        "back_tensor_bytes": options.back_bytes,
         "tokens_per_s": round(1e6 / (unit * found["p50_us"]), 3),
         "of_budget": round(found["p50_us"] / BUDGET_US, 3),
         "step_ms": round(median(one["step_ms"] for one in measured), 3),

@@ -7,7 +7,7 @@ import os
 import select
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,29 +40,24 @@ def baseline_of(transport: str) -> str | None:
     return OF_TRANSPORT.get(transport.partition("/")[0])
 
 
+def program(way: str, cores: tuple[int, int] | None = None, where: str | None = None) -> "Baseline":
+    """Starts the program of a way. `where` is the address of this host (raw tcp; default 127.0.0.1)
+    or the numbers of two GPUs (raw gpu), "0,1"."""
+    source, last = WAYS[way]
+    ends = [str(core) for core in cores or (-1, -1)]
+    return Baseline(way, [str(compiled(f"{source}.c")), *ends, *filter(None, [last or where])])
+
+
 class Baseline:
-    """The two processes of a way. They use no CPU between rounds."""
+    """The two processes of a way, which a command starts with these variables in its environment.
+    They use no CPU between rounds."""
 
     unit = 1  # round trips that are counted as one
 
-    def __init__(
-        self,
-        way: str,
-        cores: tuple[int, int] | None = None,
-        where: str | None = None,
-        command: Sequence[str] = (),
-        variables: Mapping[str, str] | None = None,
-    ):
-        """Starts the program of WAYS, or `command`, with these variables in its environment.
-        `where` is the address of this host (raw tcp; default 127.0.0.1) or the numbers of two GPUs
-        (raw gpu), "0,1"."""
-        if not command:
-            program, last = WAYS[way]
-            ends = [str(core) for core in cores or (-1, -1)]
-            command = [str(compiled(f"{program}.c")), *ends, *filter(None, [last or where])]
+    def __init__(self, way: str, command: Sequence[str], **variables: str):
         self.way, self._moved, pipe = way, (0, 0), subprocess.PIPE
         pipes: dict[str, Any] = {"stdin": pipe, "stdout": pipe, "stderr": pipe}
-        env = {**os.environ, **(variables or {})}
+        env = {**os.environ, **variables}
         self._process = subprocess.Popen(command, text=True, bufsize=1, env=env, **pipes)
 
     def __enter__(self) -> "Baseline":

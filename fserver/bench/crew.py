@@ -5,6 +5,7 @@ The parent measures nothing itself: it is blocked while the others are busy.
 
 import atexit
 import contextlib
+import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -52,20 +53,14 @@ def real_node(place: Place) -> Any:
     """A node of fserver. Server 0 has the scheduler in it."""
     import fserver
 
-    options: dict[str, Any] = {
-        "scheduler": place.scheduler,
-        "workers": place.workers,
-        "servers": place.servers,
-        "node_rank": place.rank,
-        "host": place.host,
-        "settings": place.settings,
-        "init_timeout": START_TIMEOUT,
-    }
-    if place.gpu is not None:
-        options.update(backend="GPU", gpu=place.gpu, rank_offset=-place.gpu)
-    if place.role == "worker":
-        return fserver.Worker(**options)
-    return fserver.Server(**options, host_scheduler=place.rank == 0)
+    how: dict[str, Any] = dataclasses.asdict(place)
+    role, rank, gpu = how.pop("role"), how.pop("rank"), how.pop("gpu")
+    if gpu is not None:
+        how.update(backend="GPU", gpu=gpu, rank_offset=-gpu)
+    if role == "server":
+        how.update(host_scheduler=rank == 0)
+    make = fserver.Worker if role == "worker" else fserver.Server
+    return make(**how, node_rank=rank, init_timeout=START_TIMEOUT)
 
 
 @dataclass(frozen=True)
@@ -170,13 +165,9 @@ class Peer:
             self.process.kill()
             self.process.join(KILL_TIMEOUT)
         if self.process.is_alive():
-            pid = self.process.pid
-            print(
-                f"bench: the {self.name} (pid {pid}) has not ended {KILL_TIMEOUT:g} s after "
-                f"SIGKILL, because the kernel holds it (/proc/{pid}/stack shows where; if a driver "
-                "does not return, restart the host)",
-                file=sys.stderr,
-            )
+            name = f"the {self.name} (pid {self.process.pid})"
+            text = f"{name} has not ended {KILL_TIMEOUT:g} s after SIGKILL: the kernel holds it"
+            print(f"bench: {text} (/proc/{self.process.pid}/stack shows where)", file=sys.stderr)
             atexit.register(os._exit, 1)
         self.conn.close()
 
@@ -265,7 +256,6 @@ class Crew:
         """Makes nodes in the processes, connects them, and lets them leave together.
 
         Args:
-            transport: what carries the bytes.
             counts: nodes of a process, by its name (default: what its member says).
             host: address of this host for all of them (default 127.0.0.1).
             scheduler: "host:port", if the counterpart of the one process is on another host.
@@ -313,15 +303,10 @@ def start(members: Sequence[Member], nodes: Nodes) -> Iterator[Crew]:
 
 @contextlib.contextmanager
 def pair(
-    nodes: Nodes,
-    transport: str,
-    cores: tuple[int, int] | None,
-    worker: str | type = "actors.WorkerActor",
-    server: str | type = "actors.ServerActor",
-    **how: Any,
+    nodes: Nodes, transport: str, cores: tuple[int, int] | None, *actors: type, **how: Any
 ) -> Iterator[Crew]:
     """A worker and a server, connected; `how` is of Crew.cluster. Results come in this order."""
-    with start(pair_of(cores, worker, server), nodes) as crew, crew.cluster(transport, **how):
+    with start(pair_of(cores, *actors), nodes) as crew, crew.cluster(transport, **how):
         yield crew
 
 

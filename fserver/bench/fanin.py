@@ -5,11 +5,10 @@ from statistics import linear_regression
 from typing import Any
 
 from . import report
-from .baseline import baseline_of
 from .crew import Case, Nodes, pair_of, start
 from .options import CHECKED, numbers, parser, seconds_of, size, transport_of
-from .run import Run, row
-from .turns import CrewPlayer
+from .run import Run
+from .turns import CrewPlayer, Way
 
 COLUMNS = (
     report.TRANSPORT,
@@ -58,18 +57,16 @@ def fit(points: Sequence[tuple[int, float]]) -> dict[str, float]:
 def _rows(run: Run) -> Iterator[dict[str, Any]]:
     """A cluster after the other, in the same processes. p50 is of a batch, the ratio of one of its
     requests to a raw one."""
-    options, moved = run.options, (run.options.size,)
-    case, raw = Case("push_pull", moved, moved), None
+    options = run.options
+    case = Case("push_pull", (options.size,), (options.size,))
     crew = run.enter_context(start(pair_of(run.cores), run.nodes))
     for groups in options.groups:
         with crew.cluster(options.transport, {"worker": groups}):
             transport = crew.transport()
-            raw = raw or run.open_raw(baseline_of(transport))
-            player = CrewPlayer(crew)
-            player.prepare(case)
-            [measured] = run.turns([player], moved * 2, [raw])
-        found = row(transport, case, measured, raw, groups=groups)
+            way = Way(transport, CrewPlayer(crew), run.raw(transport))
+            run.measure([way], case)
+        found = way.row(case)
         found["per_request_us"] = round(found["p50_us"] / groups, 3)
         if found["ratio"]:
             found["ratio"] = round(found["per_request_us"] / found["baseline_p50_us"], 3)
-        yield {**found, "gbps": round(found["gbps"] * groups, 4)}
+        yield {**found, "groups": groups, "gbps": round(found["gbps"] * groups, 4)}

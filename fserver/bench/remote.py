@@ -23,14 +23,14 @@ REPLY = 4096  # bytes of the answer to "listen": JSON, and spaces
 TOKEN = "RAWECHO_TOKEN"
 
 
-def far_baseline(crew: Crew, way: str, cores: tuple[int, int], where: str | None) -> Baseline:
-    """Starts raw tcp between the two hosts. `where` is not used: the server says where it is."""
+def far_baseline(crew: Crew, core: int) -> Baseline:
+    """Starts raw tcp between the two hosts."""
     program = compiled("rawecho.c")  # now, while nobody waits for it
     found = crew.one("worker", "listen")
     if "error" in found:
         raise BenchError(f"the host of the server: {found['error']}")
-    command = [str(program), "connect", found["host"], found["port"], str(cores[0])]
-    return Baseline(way, command=command, variables={TOKEN: found["token"]})
+    command = [str(program), "connect", found["host"], found["port"], str(core)]
+    return Baseline("raw tcp", command, **{TOKEN: found["token"]})
 
 
 class CommandingWorker(WorkerActor):

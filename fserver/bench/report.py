@@ -4,7 +4,6 @@ import json
 import math
 import os
 import platform
-import re
 import shlex
 import statistics
 import subprocess
@@ -22,7 +21,8 @@ from .errors import BenchError
 Figures = dict[str, Any]
 """Of one round: iters, p50_us, p99_us, ... and what a benchmark adds."""
 
-LEVEL = 0.95  # confidence of the interval of a median
+Rounds = Sequence[Figures]
+
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -33,21 +33,16 @@ def percentile(ordered: Sequence[float], percent: int) -> float:
 
 def median_interval(samples: Sequence[float]) -> tuple[float, float]:
     """A 95 % interval of the median, whatever the distribution; of fewer than 6 samples, the least
-    and the largest."""
-    rank, ordered = max(median_rank(len(samples)), 1), sorted(samples)
-    return ordered[rank - 1], ordered[-rank]
-
-
-def median_rank(count: int) -> int:
-    """The largest r at which the r-th smallest and the r-th largest of so many samples leave out
-    the median with a probability of at most 5 %, 2 P(Binomial(count, 1/2) < r); 0 if there is none,
-    of fewer than 6. (H. A. David, H. N. Nagaraja: Order Statistics, 3rd edition, 2003, section
-    7.1.) Of 20 samples it is 6."""
-    rank, left_out = 0, 0.0
-    while left_out <= (1 - LEVEL) / 2:  # which P(Binomial < rank) is
-        left_out += math.comb(count, rank) / 2**count
+    and the largest. It reaches from the r-th smallest to the r-th largest sample, which leave out
+    the median with a probability of 2 P(Binomial(count, 1/2) < r), for the largest r with at most
+    5 %. (H. A. David, H. N. Nagaraja: Order Statistics, 3rd edition, 2003, section 7.1.)"""
+    count, ordered = len(samples), sorted(samples)
+    rank, left_out = 0, 1 / 2**count  # which is P(Binomial <= rank)
+    while left_out <= 0.025:
         rank += 1
-    return rank - 1
+        left_out += math.comb(count, rank) / 2**count
+    rank = max(rank, 1)
+    return ordered[rank - 1], ordered[-rank]
 
 
 def figures(samples: list[int]) -> Figures:
@@ -60,14 +55,6 @@ def figures(samples: list[int]) -> Figures:
         "min_us": ordered[0] / 1e3,
         "mean_us": sum(ordered) / len(ordered) / 1e3,
     }
-
-
-def parse_size(text: str) -> int:
-    """Bytes of "64", "4K", "1MiB", ..."""
-    match = re.fullmatch(r"(\d+)([KMG]?)(iB|B)?", text.strip(), re.IGNORECASE)
-    if not match:
-        raise ValueError(f"{text!r}: want a number of bytes, with K, M or G for powers of 1,024")
-    return int(match[1]) * UNITS[match[2].upper()]
 
 
 def show_size(count: int) -> str:
@@ -84,20 +71,10 @@ def gigabytes_per_second(count: int, microseconds: float) -> float:
 
 
 def row(
-    transport: str,
-    op: str,
-    out: int,
-    back: int,
-    measured: Sequence[Figures] = (),
-    raw: Sequence[Figures] = (),
-    **more: Any,
+    transport: str, op: str, out: int, back: int, measured: Rounds = (), raw: Rounds = ()
 ) -> dict[str, Any]:
-    """One result: medians over the rounds, and the ratio of the medians.
-
-    `measured` and `raw` hold the figures of each round, in µs; both may be empty. GB/s counts
-    the bytes of both directions over the median round trip. `more` may say the name of the
-    baseline, why there is none (baseline_missing), and why nothing was measured (skipped).
-    """
+    """One result: medians over the rounds of `measured` and of `raw`, in µs, and their ratio; both
+    may be empty. GB/s counts the bytes of both directions over the median round trip."""
     result: dict[str, Any] = {"transport": transport, "op": op, "bytes_out": out}
     result |= {"bytes_back": back, "rounds": len(measured)}
     result["iters"] = measured[0]["iters"] if measured else None
@@ -110,7 +87,7 @@ def row(
         result[prefix + "p50_us_rounds"] = [r["p50_us"] for r in rounds]
     both = measured and raw
     result["ratio"] = round(result["p50_us"] / result["baseline_p50_us"], 3) if both else None
-    return {**result, "baseline": None, "baseline_missing": None, "skipped": None, **more}
+    return {**result, "baseline": None, "baseline_missing": None, "skipped": None}
 
 
 class Column(NamedTuple):
@@ -129,20 +106,14 @@ def number(title: str, width: int, key: str, digits: int = 1) -> Column:
 
 OP = Column("op", -9, "op")
 TRANSPORT = Column("transport", -10, "transport")
-MOVED = (
-    Column("out", 8, "bytes_out", show_size),
-    Column("back", 8, "bytes_back", show_size),
-)
+MOVED = (Column("out", 8, "bytes_out", show_size), Column("back", 8, "bytes_back", show_size))
 TIMES = (number("p50 µs", 11, "p50_us"), number("p99 µs", 11, "p99_us"))
 SPEED = number("GB/s", 7, "gbps", 3)
 RAW_P50 = number("raw p50", 11, "baseline_p50_us")
-RAW = (
-    RAW_P50,
-    number("raw p99", 11, "baseline_p99_us"),
-    number("raw GB/s", 8, "baseline_gbps", 3),
-)
+RAW_P99 = number("raw p99", 11, "baseline_p99_us")
+RAW_SPEED = number("raw GB/s", 8, "baseline_gbps", 3)
 RATIO = number("ratio", 6, "ratio", 2)
-COLUMNS = (TRANSPORT, OP, *MOVED, *TIMES, SPEED, *RAW, RATIO)
+COLUMNS = (TRANSPORT, OP, *MOVED, *TIMES, SPEED, RAW_P50, RAW_P99, RAW_SPEED, RATIO)
 
 
 def header(columns: Sequence[Column]) -> str:
@@ -169,15 +140,13 @@ def machine(cores: tuple[int, ...]) -> dict[str, Any]:
     load = psutil.cpu_percent(0.3, percpu=True)
     busy = [round(load[core]) for core in cores]
     if max(busy) > 10:
-        print(
-            f"bench: cores {cores} are {' and '.join(map(str, busy))} % busy with other programs, "
-            "so the results will be noisy, most of all those of the raw baseline, which spins",
-            file=sys.stderr,
-        )
-    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        text = f"bench: cores {cores} are {busy} % busy with other programs: the results, most of "
+        print(text + "all those of the raw baseline, will be noisy", file=sys.stderr)
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line for line in lines if line.startswith("model name")), "")
     build = commit(Path(__file__).parents[2])
     return {
-        "cpu": model[1] if model else platform.machine(),
+        "cpu": cpu.partition(":")[2].strip() or platform.machine(),
         "cores": os.cpu_count(),
         "pinned": list(cores),
         "busy_percent": busy,
@@ -191,10 +160,8 @@ def machine(cores: tuple[int, ...]) -> dict[str, Any]:
 
 def show_machine(facts: dict[str, Any]) -> str:
     """The same in one line."""
-    return (
-        "{cpu}, {cores} cores (pinned to {where}), {kernel}, python {python}, torch {torch}, "
-        "fserver {fserver}"
-    ).format(**facts, where=",".join(map(str, facts["pinned"])))
+    where = "{cpu}, {cores} cores (pinned to {pinned}), {kernel}".format(**facts)
+    return where + ", python {python}, torch {torch}, fserver {fserver}".format(**facts)
 
 
 def commit(root: Path) -> str | None:
@@ -203,9 +170,8 @@ def commit(root: Path) -> str | None:
         if not (root / ".git").exists():
             return (root / "build/commit").read_text().strip()
         describe = ["git", "-C", str(root), "describe", "--always", "--dirty"]
-        return subprocess.check_output(
-            describe, stderr=subprocess.DEVNULL, text=True, timeout=5
-        ).strip()
+        done = subprocess.run(describe, capture_output=True, text=True, timeout=5, check=True)
+        return done.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -214,6 +180,6 @@ def save(path: str, results: dict[str, Any]) -> None:
     """Writes what --json asks for, with the command. Raises BenchError: the disk is full, say."""
     results = {**results, "command": shlex.join(["fserver", *sys.argv[1:]])}
     try:
-        Path(path).write_text(json.dumps(results, indent=1) + "\n")
+        Path(path).write_text(json.dumps(results, indent=1, default=str) + "\n")
     except OSError as error:
         raise BenchError(f"--json {path}: {error.strerror} (give another file)") from None

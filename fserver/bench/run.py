@@ -1,41 +1,29 @@
-"""One run of a benchmark: its table, its rows, and the raw baseline that takes turns."""
+"""One run of a benchmark: its table, its rows, and the raw baselines that take turns."""
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from . import report
-from .baseline import Baseline
+from .baseline import Baseline, baseline_of, program
 from .crew import Case, Nodes
 from .errors import BenchError
-from .report import Figures
-from .turns import Player, take_turns
+from .turns import CrewPlayer, Way, take_turns
 
-
-@dataclass
-class Raw:
-    """A raw baseline that takes turns, or none. `says` is its name, or why there is none, as a row
-    has it; `rounds` are its figures beside those that were measured last."""
-
-    player: Baseline | None = None
-    says: dict[str, Any] = field(default_factory=dict)
-    rounds: list[Figures] = field(default_factory=list)
+SMALL = 64  # bytes that answer a push of a program or a library
 
 
 class Run(contextlib.ExitStack):
     """What one command measures. Processes that are entered into it end with it.
 
-    Attributes:
-        options: as the parser gave them.
-        nodes: who plays.
-        cores: of workers and servers.
-        rows: those that were added.
+    `options` are as the parser gave them, `cores` those of workers and servers, and `rows` those
+    that were added.
     """
 
     def __init__(
@@ -54,6 +42,7 @@ class Run(contextlib.ExitStack):
         super().__init__()
         self.options, self.nodes, self.rows = options, nodes, list[dict[str, Any]]()
         self._name, self._columns = name, columns
+        self._raws: dict[tuple[str, str | None], Way] = {}
         if getattr(options, "device", None) == ["gpu"]:
             need_gpu()
         self.cores = choose_cores(options.cores)
@@ -84,57 +73,53 @@ class Run(contextlib.ExitStack):
     def finish(self, **more: Any) -> None:
         """Writes the file that was asked for."""
         if self.options.json:
-            results = {"bench": self._name, "rows": self.rows, **more, "machine": self.facts}
-            report.save(self.options.json, results)
+            about = {"machine": self.facts, "options": vars(self.options)}
+            report.save(
+                self.options.json, {"bench": self._name, "rows": self.rows, **more, **about}
+            )
 
-    def open_raw(
-        self,
-        way: str | None,
-        where: str | None = None,
-        make: Callable[..., Baseline] = Baseline,
-        stack: contextlib.ExitStack | None = None,
-    ) -> Raw:
-        """Starts the raw baseline of a way, which ends with the stack or the run; `where` and
-        `make` are of Baseline. Without a compiler, or if the system refuses its calls, there is
-        none, and the rows say why."""
-        if self.options.no_baseline or way is None:
-            missing = "--no-baseline" if way else "there is no raw program that does the same"
-            return Raw(says={"baseline_missing": missing})
+    def way(self, name: str, make: Callable[[], Baseline], raw: Way | None = None) -> Way:
+        """The way of a program that `make` starts, until the run ends; without a compiler, or if
+        the system refuses its calls, why there is none."""
         try:
             with contextlib.ExitStack() as own:
-                raw = own.enter_context(make(way, self.cores, where))
-                raw.prepare(8, 8)
-                raw.measure(0, 1)
-                (stack or self).enter_context(own.pop_all())
+                player = own.enter_context(make())
+                player.prepare(8, 8)
+                player.measure(0, 1)
+                self.enter_context(own.pop_all())
+                return Way(name, player, raw)
         except BenchError as error:
-            print(f"bench: there is no baseline: {error}", file=sys.stderr)
-            return Raw(says={"baseline_missing": str(error)})
-        return Raw(raw, {"baseline": way})
+            print(f"bench: {name}: {error}", file=sys.stderr)
+            return Way(name, reason=str(error).splitlines()[0])
 
-    def turns(
-        self, players: Sequence[Player], moved: tuple[int, int], raws: Sequence[Raw]
-    ) -> list[list[Figures]]:
-        """The figures of the players, each in all rounds, in turn with the baselines, which move so
-        many bytes there and home."""
-        options = self.options
-        beside = [(raw, raw.player) for raw in raws if raw.player]
-        for _, player in beside:
-            player.prepare(*moved)
-        all_players = [*(player for _, player in beside), *players]
-        how = options.rounds, options.seconds, options.iters, self.step
-        found = take_turns(all_players, *how)
-        for raw, _ in beside:
-            raw.rounds = found.pop(0)
-        return found
+    def raw(
+        self, transport: str, where: str | None = None, make: Callable[[], Baseline] | None = None
+    ) -> Way:
+        """The raw baseline of a transport, which is started once. `where` is of `program`; `make`
+        starts another one."""
+        name = baseline_of(transport)
+        if self.options.no_baseline or not name:
+            missing = "--no-baseline" if name else "there is no raw program that does the same"
+            return Way("", reason=missing)
+        if (name, where) not in self._raws:
+            made = make or functools.partial(program, name, self.cores, where)
+            self._raws[name, where] = self.way(name, made)
+        return self._raws[name, where]
 
-
-def row(
-    transport: str, case: Case, measured: Sequence[Figures], raw: Raw, **more: Any
-) -> dict[str, Any]:
-    """A row of what `turns` gave, beside a baseline."""
-    moved = sum(case.out), sum(case.back)
-    says = {**raw.says, **more}
-    return report.row(transport, case.op, *moved, measured, raw.rounds, **says)
+    def measure(self, ways: Sequence[Way], case: Case, whole: Case | None = None) -> None:
+        """Measures a case in all ways, in turn with their baselines. What is not fserver moves the
+        bytes of `whole`, if they are others; its pushes need an answer too."""
+        moved = sum((whole or case).out), sum((whole or case).back) or SMALL
+        raws = {id(way.raw): way.raw for way in ways if way.raw}.values()
+        playing = [way for way in (*raws, *ways) if way.player]
+        for way in playing:
+            is_ours = isinstance(way.player, CrewPlayer)
+            way.player.prepare(*([case] if is_ours else moved))
+        how = self.options
+        players = [way.player for way in playing]
+        found = take_turns(players, how.rounds, how.seconds, how.iters, self.step)
+        for way, rounds in zip(playing, found, strict=True):
+            way.rounds = rounds
 
 
 def choose_cores(asked: tuple[int, int] | None) -> tuple[int, int]:

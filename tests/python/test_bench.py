@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 
 import pytest
 import torch
@@ -15,10 +15,10 @@ from bench_fakes import corrupting_node, written
 
 from fserver import bench
 from fserver.bench import af, fanin, options, pingpong, report, turns
-from fserver.bench import run as running
 from fserver.bench.crew import Case, Nodes
 from fserver.bench.errors import GaveUpError, WrongDataError
-from fserver.bench.run import Raw, Run, choose_cores
+from fserver.bench.run import Run, choose_cores
+from fserver.bench.turns import Way
 
 
 def test_percentile_is_nearest_rank():
@@ -51,12 +51,12 @@ def test_interval_has_the_median_at_least_19_times_in_20(count):
     ("text", "count"),
     [("64", 64), ("4K", 4096), ("4KiB", 4096), ("1m", 1 << 20), ("64 MB", None), ("2G", 2 << 30)],
 )
-def test_parse_size(text, count):
+def test_size(text, count):
     if count is None:
-        with pytest.raises(ValueError, match="want a number of bytes"):
-            report.parse_size(text)
+        with pytest.raises(ArgumentTypeError, match="want 8 bytes or more, with K, M or G"):
+            options.size(text)
     else:
-        assert report.parse_size(text) == count
+        assert options.size(text) == count
 
 
 def test_show_size():
@@ -68,25 +68,24 @@ def test_row_takes_medians_over_rounds():
     measured = [{"iters": 50, "p50_us": p, "p99_us": 2 * p} for p in (12.0, 90.0, 10.0)]
     raw_rounds = [{"p50_us": p, "p99_us": 3 * p} for p in (8.0, 7.0, 10.0)]
     moved = "push_pull", 3000, 3000
-    row = report.row("tcp", *moved, measured, raw_rounds, baseline="raw tcp", servers=2)
+    row = report.row("tcp", *moved, measured, raw_rounds)
     assert row["p50_us"] == 12 and row["p99_us"] == 24
     assert row["baseline_p50_us"] == 8 and row["baseline_p99_us"] == 24
     assert row["ratio"] == 1.5
     assert row["gbps"] == 0.5 and row["baseline_gbps"] == 0.75
     assert row["p50_us_rounds"] == [12, 90, 10] and row["rounds"] == 3 and row["iters"] == 50
-    assert row["baseline"] == "raw tcp" and row["servers"] == 2
     cells = report.line(report.COLUMNS, row).split()
     assert cells[:2] == ["tcp", "push_pull"] and cells[-1] == "1.50"
     assert len(report.header(report.COLUMNS)) == len(report.line(report.COLUMNS, row))
 
-    alone = report.row("tcp", "push", 64, 0, measured, baseline_missing="no compiler")
+    case, missing = Case("push", (64,)), Way("raw tcp", reason="no compiler")
+    alone = Way("tcp", "player", missing, rounds=measured).row(case)
     assert alone["ratio"] is None and alone["baseline_p50_us"] is None
     assert alone["baseline"] is None and alone["baseline_missing"] == "no compiler"
     assert report.line(report.COLUMNS, alone).split()[-1] == "-"
 
-    skipped = report.row("cma", "push", 64, 0, skipped="no such thing", place="local")
-    assert skipped["p50_us"] is None and skipped["place"] == "local"
-    assert skipped.keys() == alone.keys() | {"place"}
+    skipped = Way("cma", reason="no such thing").row(case)
+    assert skipped["p50_us"] is None and skipped.keys() == alone.keys()
     assert report.line(report.COLUMNS, skipped).endswith("skipped: no such thing")
 
 
@@ -115,13 +114,15 @@ def test_several_raw_baselines_take_turns():
     """A row has the one that it asks for."""
     case, seen = Case("push", (64,)), []
     with Run("test", asked()) as run:
-        one, two = (Raw(Recorder(name, seen, us), {"baseline": name}) for name, us in RAW.items())
-        (found,) = run.turns([Recorder("ours", seen, 30.0)], (64, 8), [one, two])
-        assert [name for name, what, _ in seen if what == "measure"] == ["one", "two", "ours"] * 2
-        rows = [running.row("tcp", case, found, raw) for raw in (one, two, Raw())]
+        one, two = (Way(name, Recorder(name, seen, us)) for name, us in RAW.items())
+        ours = [Way("tcp", Recorder("ours", seen, 30.0), raw) for raw in (one, two, None)]
+        run.measure(ours, case)
+        order = [name for name, what, _ in seen if what == "measure"]
+        assert order == ["one", "two", "ours", "ours", "ours"] * 2
+        rows = [way.row(case) for way in ours]
     assert [row["ratio"] for row in rows] == [3.0, 1.5, None]
     assert [row["baseline"] for row in rows] == ["one", "two", None]
-    assert one.player.moved == two.player.moved == (64, 8)
+    assert one.player.moved == two.player.moved == (64, 64)  # a push needs an answer
 
 
 @pytest.mark.parametrize("missing", ["psutil", "rich"])
@@ -218,13 +219,13 @@ def test_units_are_counted():
     ("argv", "text"),
     [
         (["pingpong", "--sizes", "4"], "want 8 bytes or more"),
-        (["pingpong", "--sizes", "many"], "want a number of bytes"),
+        (["pingpong", "--sizes", "many"], "want 8 bytes or more, with K"),
         (["pingpong", "--sizes", "64:4"], "want 8 bytes or more"),
-        (["pingpong", "--sizes", "64:"], "want a number of bytes"),
+        (["pingpong", "--sizes", "64:"], "want 8 bytes or more"),
         (["pingpong", "--ops", "push,pop"], "'pop': want some of push, pull, push_pull"),
         (["pingpong", "--rounds", "0"], "'0': want a whole number, 1 or more"),
         (["pingpong", "--cores", "0"], "want two core numbers, A,B"),
-        (["pingpong", "--seconds", "0"], "'0': want seconds, more than 0"),
+        (["pingpong", "--seconds", "0"], "'0': want a number, more than 0"),
         (["pingpong", "--places", "here"], "'here': want some of local, remote"),
         (["pingpong", "--device", "tpu"], "'tpu': want some of cpu, gpu"),
         (["pingpong", "--role", "server"], "--scheduler and --role: give both, or neither"),

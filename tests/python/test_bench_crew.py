@@ -57,7 +57,7 @@ def test_parts_see_one_wrong_byte():
 
 def test_parts_see_old_data():
     for op in ("pull", "push_pull"):
-        with pytest.raises(WrongDataError, match="exchange 4 brought the answer to 3"):
+        with pytest.raises(WrongDataError, match="exchange 4 brought the data of 3"):
             play(RepeatingServer, op, ("run", 3), ("run", 1))
 
 
@@ -159,7 +159,7 @@ def test_a_process_that_cannot_be_killed():
         os.kill(int(stayed), 0)
     finally:
         os.killpg(parent.pid, signal.SIGKILL)
-    text = f"the server (pid {stayed}) has not ended 2 s after SIGKILL, because the kernel holds it"
+    text = f"the server (pid {stayed}) has not ended 2 s after SIGKILL: the kernel holds it"
     assert err.startswith(f"bench: {text}") and f"/proc/{stayed}/stack" in err
     assert parent.returncode == 1
 
