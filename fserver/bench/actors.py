@@ -121,10 +121,6 @@ class Actor:
         with ThreadPoolExecutor(len(items)) as pool:
             return list(pool.map(call, items))
 
-    def gpus(self) -> int:
-        """GPUs that this process sees."""
-        return torch.cuda.device_count()
-
     def device_of(self, case: Case) -> torch.device:
         """Where the tensors of a case are."""
         gpu = self.places[0].gpu or 0

@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fserver import Error
 
 from .errors import BenchError, WrongDataError
@@ -270,7 +272,7 @@ class Crew:
         if scheduler:
             total = {"worker": 1, "server": 1}
         if device == "gpu":
-            self.gpus = (0, max(self.one(self.peers[0].name, "gpus") - 1, 0))
+            self.gpus = (0, max(torch.cuda.device_count() - 1, 0))
         settings = {**transport_settings(transport), **({} if scheduler else secret())}
         ranks = {role: itertools.count() for role in total}
         with contextlib.ExitStack() as stack:

@@ -90,14 +90,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def seconds(text: str) -> float:
+def seconds(text: str, unit: str = "seconds") -> float:
     """A number, more than 0."""
     if not re.fullmatch(r"\d*\.?\d+", text) or float(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: want a number, more than 0")
+        raise argparse.ArgumentTypeError(f"{text!r}: want {unit}, more than 0")
     return float(text)
 
 
-milliseconds = seconds
+def milliseconds(text: str) -> float:
+    """The same."""
+    return seconds(text, "milliseconds")
 
 
 def size(text: str) -> int:

@@ -160,7 +160,7 @@ def machine(cores: tuple[int, ...]) -> dict[str, Any]:
 
 def show_machine(facts: dict[str, Any]) -> str:
     """The same in one line."""
-    where = "{cpu}, {cores} cores (pinned to {pinned}), {kernel}".format(**facts)
+    where = "{cpu}, {cores} cores (pinned to {pinned[0]},{pinned[1]}), {kernel}".format(**facts)
     return where + ", python {python}, torch {torch}, fserver {fserver}".format(**facts)
 
 

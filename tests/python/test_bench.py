@@ -225,7 +225,7 @@ def test_units_are_counted():
         (["pingpong", "--ops", "push,pop"], "'pop': want some of push, pull, push_pull"),
         (["pingpong", "--rounds", "0"], "'0': want a whole number, 1 or more"),
         (["pingpong", "--cores", "0"], "want two core numbers, A,B"),
-        (["pingpong", "--seconds", "0"], "'0': want a number, more than 0"),
+        (["pingpong", "--seconds", "0"], "'0': want seconds, more than 0"),
         (["pingpong", "--places", "here"], "'here': want some of local, remote"),
         (["pingpong", "--device", "tpu"], "'tpu': want some of cpu, gpu"),
         (["pingpong", "--role", "server"], "--scheduler and --role: give both, or neither"),
