@@ -210,7 +210,7 @@ bench_steps() {
   [[ -e fserver/include/fserver.h ]] || return
   export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
   bench_step pingpong 160 --device gpu --transport auto --sizes 4K,896K:1792K,64M --rounds "${ROUNDS:-5}"
-  bench_step places 130 --places local,remote,joint --device cpu,gpu --sizes 4K,1M --rounds 3 --seconds 0.1
+  bench_step places 130 --places local,remote --device cpu,gpu --sizes 4K,1M --rounds 3 --seconds 0.1
   graph_step bench trips 190 --modes kernel copy --runs "${RUNS:-1000}"
 }
 

@@ -11,6 +11,7 @@ import os
 import sys
 
 from .errors import BenchError
+from .host import environment
 
 BENCHMARKS = {
     "pingpong": "round trips between two pinned processes, compared with the same copies in C",
@@ -18,8 +19,7 @@ BENCHMARKS = {
     "af": "the layers of a large model: round trip, where its time goes, tokens per second",
     "graph": "stream channels in CUDA graphs: layers of a model, round trips, effect on GEMMs",
     "bond": "one connection over several interfaces, RDMA devices or queue pairs",
-    "fanin": "one server with 1 to 40 worker groups, or with idle groups beside a busy one",
-    "threads": "two Python threads of a worker compared with one, or one beside other calls",
+    "fanin": "one server with 1 to 40 worker groups",
 }
 
 
@@ -35,14 +35,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("benchmark", choices=BENCHMARKS, help="one of the benchmarks below")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="the options of the benchmark")
     options = parser.parse_args(argv)
-    from .host import environment
-
     # A row of a table says the transport; a line of each connection would hide the table.
     asked = {"FSERVER_LOG", "PS_VERBOSE"} & set(os.environ)
     try:
         with environment({} if asked else {"FSERVER_LOG": "warn"}):
             benchmark = importlib.import_module(f".{options.benchmark}", __name__)
             return int(benchmark.main(options.args))
+    except ModuleNotFoundError as error:
+        text = f"{error} (run pip install 'fserver[bench]')"
     except BenchError as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 1
+        text = str(error)
+    print(f"bench: {text}", file=sys.stderr)
+    return 1

@@ -35,23 +35,16 @@ class Pattern:
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(273)
-        base = torch.randint(0, 256, (PERIOD,), dtype=torch.uint8, generator=generator)
-        self._bases = {base.device: base}
+        self._base = torch.randint(0, 256, (PERIOD,), dtype=torch.uint8, generator=generator)
 
     def fill(self, t: torch.Tensor, seed: int) -> None:
         """Writes the pattern of `seed` all over t."""
-        base = self._bases.get(t.device)
-        if base is None:
-            base = self._bases[t.device] = next(iter(self._bases.values())).to(t.device)
+        self._base = self._base.to(t.device)
         for part in t.split(PERIOD):
-            torch.add(base[: len(part)], seed % 256, out=part)
+            torch.add(self._base[: len(part)], seed % 256, out=part)
 
     def check(self, t: torch.Tensor, seed: int, sequence: int, what: str) -> None:
-        """Compares all of t with the pattern of `seed` that starts with `sequence`.
-
-        Raises:
-            WrongDataError: they differ.
-        """
+        """Raises WrongDataError if t is not the pattern of `seed` that starts with `sequence`."""
         want = torch.empty_like(t)
         self.fill(want, seed)
         number(want).value = sequence
@@ -102,13 +95,14 @@ class Actor:
         self._make = make
         self.nodes: list[Any] = []
         self.places: list[Place] = []
+        self.case = Case("", ())
         self.sequence = 0  # exchanges so far
         self.pattern = Pattern()
 
     def connect(self, places: Sequence[Place]) -> None:
         """Makes the nodes. All at once: each waits for the whole cluster."""
         self.places, self.sequence = list(places), 0
-        self.nodes = self._together(self._make, places) if places else []
+        self.nodes = self._together(self._make, places)
 
     def leave(self) -> None:
         """Leaves the cluster, together with all others."""
@@ -122,20 +116,15 @@ class Actor:
 
     @staticmethod
     def _together(call: Any, items: Sequence[Any]) -> list[Any]:
-        if len(items) == 1:
-            return [call(items[0])]
-        with ThreadPoolExecutor(max(len(items), 1)) as pool:
+        if len(items) < 2:
+            return [call(item) for item in items]
+        with ThreadPoolExecutor(len(items)) as pool:
             return list(pool.map(call, items))
-
-    def gpus(self) -> int:
-        """GPUs that this process sees."""
-        return torch.cuda.device_count()
 
     def device_of(self, case: Case) -> torch.device:
         """Where the tensors of a case are."""
-        if case.device == "cpu":
-            return torch.device("cpu")
-        return torch.device("cuda", self.places[0].gpu or 0)
+        gpu = self.places[0].gpu or 0
+        return torch.device("cpu") if case.device == "cpu" else torch.device("cuda", gpu)
 
     def within(self, limit: float, method: str, *args: Any) -> Any:
         """Calls a method, and prints where it is if that takes longer than so many seconds."""
@@ -145,6 +134,12 @@ class Actor:
             return getattr(self, method)(*args)
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+    def check_numbers(self, numbers: Sequence[Any], i: int) -> None:
+        """What came is of exchange i."""
+        for got in numbers:
+            if got.value != i:
+                raise WrongDataError(f"{self.case}: exchange {i} brought the data of {got.value}")
 
     def links(self) -> list[str]:
         """The transports that this process's nodes use."""
@@ -156,9 +151,8 @@ class Request:
 
     def __init__(self, node: Any, case: Case, stage: int, place: Place, device: torch.device):
         self.node, self.rank = node, place.rank
-
         empty = fserver.empty_shared if case.shared else partial(torch.empty, device=device)
-        back = [n for _ in range(place.servers) for n in case.back]
+        back = case.back * place.servers
         self.push = [empty(n, dtype=torch.uint8) for n in case.out]
         self.pull = [torch.empty(n, dtype=torch.uint8, device=device) for n in back]
         first = case.key + stage * max(len(case.out), len(case.back))
@@ -183,13 +177,11 @@ class WorkerActor(Actor):
     """Workers that push at the same time, and measure until the last of them is done."""
 
     def prepare(self, case: Case) -> None:
-        """Makes the tensors of a case."""
-        self.case = case
+        """Makes the tensors of a case: those of each stage and worker."""
+        self.case, device = case, self.device_of(case)
+        both = list(zip(self.nodes, self.places, strict=True))
         self.requests = [
-            [
-                Request(node, case, stage, place, self.device_of(case))
-                for node, place in zip(self.nodes, self.places, strict=True)
-            ]
+            [Request(node, case, stage, place, device) for node, place in both]
             for stage in range(case.stages)
         ]
 
@@ -208,29 +200,21 @@ class WorkerActor(Actor):
                 request.node.wait(handle, TIMEOUT_MS)
                 for k, t in enumerate(request.pull):
                     server, j = divmod(k, len(self.case.back))
-                    if self.case.echoes:
-                        want = own_seed(seed, "worker", request.rank, j)
-                    else:
-                        want = own_seed(seed, "server", server, j)
+                    whose = ("worker", request.rank) if self.case.echoes else ("server", server)
                     what = f"{self.case}: answer {j} of server {server} to worker {request.rank}"
-                    self.pattern.check(t, want, self.sequence, what)
+                    self.pattern.check(t, own_seed(seed, *whose, j), self.sequence, what)
 
     def measure(self, warmup: int, count: int) -> dict[str, Any]:
         """Times `count` exchanges, from request to completion."""
-        self.exchange(warmup)
-        return figures(self.exchange(count, sampled=True))
+        self.run(warmup)
+        return figures(self.run(count))
 
-    def run(self, count: int) -> None:
-        """`count` exchanges."""
-        self.exchange(count)
-
-    def exchange(self, count: int, sampled: bool = False) -> list[int]:
-        """Does `count` exchanges; writing and checking the numbers is not in the times (ns)."""
-        requests = self.requests[0]
+    def run(self, count: int) -> list[int]:
+        """`count` exchanges; gives their times in ns. To write and check the numbers is not in
+        them."""
+        requests, now, samples = self.requests[0], time.perf_counter_ns, []
         if len(requests) == 1:
-            return self._alone(requests[0], count, sampled)
-        now = time.perf_counter_ns
-        samples = []
+            return self._run_alone(requests[0], count)
         for i in range(self.sequence + 1, self.sequence + 1 + count):
             for request in requests:
                 request.sent.value = i
@@ -238,67 +222,47 @@ class WorkerActor(Actor):
             handles = [request.post() for request in requests]
             for request, handle in zip(requests, handles, strict=True):
                 request.node.wait(handle, TIMEOUT_MS)
-            end = now()
-            if sampled:
-                samples.append(end - start)
+            samples.append(now() - start)
             for request in requests:
-                self.check_numbers(request, i)
+                self.check_numbers(request.got, i)
         self.sequence += count
         return samples
 
-    def _alone(self, request: Request, count: int, sampled: bool) -> list[int]:
+    def _run_alone(self, request: Request, count: int) -> list[int]:
         """The same for one worker, with nothing but the two calls between the times."""
         push_pull, wait, now = request.node.push_pull, request.node.wait, time.perf_counter_ns
-        push, push_keys, pull, pull_keys = (
-            request.push,
-            request.push_keys,
-            request.pull,
-            request.pull_keys,
-        )
-        sent = request.sent
-        samples = []
+        push, pull = request.push, request.pull
+        push_keys, pull_keys = request.push_keys, request.pull_keys
+        sent, samples = request.sent, []
         for i in range(self.sequence + 1, self.sequence + 1 + count):
             sent.value = i
             start = now()
             handle = push_pull(push, push_keys, pull, pull_keys, need_event=True)
             wait(handle, TIMEOUT_MS)
             end = now()
-            if sampled:
-                samples.append(end - start)
-            self.check_numbers(request, i)
+            samples.append(end - start)
+            self.check_numbers(request.got, i)
         self.sequence += count
         return samples
-
-    def check_numbers(self, request: Request, i: int) -> None:
-        """The answers are those of exchange i."""
-        for got in request.got:
-            if got.value != i:
-                raise WrongDataError(f"{self.case}: exchange {i} brought the answer to {got.value}")
 
 
 class ServerActor(Actor):
     """A server that answers a batch after the other."""
 
-    at_least: int | None = None  # groups whose requests make a batch; None: all
-
     def prepare(self, case: Case) -> None:
-        """Makes the tensors of a case."""
-        self.case = case
+        """Makes the tensors of a case; one that echoes needs none."""
+        self.case, device = case, self.device_of(case)
+        sizes = () if case.echoes else case.back
         self.answers = [
-            # One that echoes needs none.
-            [
-                torch.empty(n, dtype=torch.uint8, device=self.device_of(case))
-                for n in case.back
-                if not case.echoes
-            ]
+            [torch.empty(n, dtype=torch.uint8, device=device) for n in sizes]
             for _ in range(case.stages)
         ]
         self.stamps = [[number(t) for t in answer] for answer in self.answers]
 
     def verify(self, seed: int) -> None:
         """An exchange of each stage whose requests are compared byte by byte."""
-        for stage in range(self.case.stages):
-            for j, t in enumerate(self.answers[stage]):
+        for stage, answer in enumerate(self.answers):
+            for j, t in enumerate(answer):
                 self.pattern.fill(t, own_seed(seed, "server", self.places[0].rank, j))
             batch = self.next_batch()
             for rank, (_, tensors, _) in enumerate(batch):
@@ -316,10 +280,9 @@ class ServerActor(Actor):
         """`count` exchanges, with as little as can be between the calls."""
         get_batch, respond = self.nodes[0].get_batch, self.nodes[0].respond
         echo, pull, stages = self.case.echoes, bool(self.case.back), self.case.stages
-        first, least = self.sequence + 1, self.at_least
-        numbered = self.case.device == "cpu"
+        first, numbered = self.sequence + 1, self.case.device == "cpu"
         for i in range(first, first + count):
-            batch = get_batch(TIMEOUT_MS, least)
+            batch = get_batch(TIMEOUT_MS)
             if not batch:
                 raise AssertionError(f"{self.case}: exchange {i}: no request came")
             if echo:
@@ -336,7 +299,7 @@ class ServerActor(Actor):
             else:
                 for request in batch:
                     if numbered:
-                        self.check_number(request[1], i)
+                        self.check_numbers([number(request[1][0])], i)
                     respond([], request[0], need_event=False)
             del batch, request  # now, while the worker is busy, not before the next answer
         self.sequence += count
@@ -344,7 +307,7 @@ class ServerActor(Actor):
     def next_batch(self) -> Batch:
         """The requests of the next exchange."""
         self.sequence += 1
-        batch: Batch = self.nodes[0].get_batch(TIMEOUT_MS, self.at_least)
+        batch: Batch = self.nodes[0].get_batch(TIMEOUT_MS)
         if not batch:
             raise AssertionError(f"{self.case}: exchange {self.sequence}: no request came")
         return batch
@@ -356,9 +319,3 @@ class ServerActor(Actor):
         for handler, tensors, _ in batch:
             answer = tensors if self.case.echoes else self.answers[stage]
             self.nodes[0].respond(answer, handler, need_event=False)
-
-    def check_number(self, tensors: list[torch.Tensor], i: int) -> None:
-        """What was pushed is that of exchange i."""
-        got = number(tensors[0]).value
-        if got != i:
-            raise WrongDataError(f"{self.case}: exchange {i} brought the data of {got}")

@@ -2,17 +2,15 @@
 
 import statistics
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from . import report
 from .actors import TIMEOUT_MS, WorkerActor
-from .baseline import baseline_of
 from .crew import Case, Member, Nodes, start
 from .options import parser, positive, seconds_of, size, transport_of
 from .run import Run
-from .turns import CrewPlayer
+from .turns import CrewPlayer, Way
 
 BUDGET_US = 273.0  # of a round trip: 61 layers x 3 stages at 20 tokens/s
 TRACES = 4096  # push_pulls whose stamps a worker remembers
@@ -44,17 +42,13 @@ PARSER = parser(
     "Measures the traffic of a disaggregated model. In each layer and for each stage "
     "(micro-batch), every worker pushes its tensors to all servers and waits for all answers. The "
     "table shows the round trip of a stage in a layer, its share of the 273 µs that are available "
-    "with 61 layers, 3 stages and 20 tokens/s, and the tokens/s that it allows. The time stamps "
-    "of fetch_trace show where the time goes (with several servers, those of the last answer). "
-    "With --in-flight above 1, a round trip includes the wait for earlier stages. Every worker "
-    "and every server is a process; the workers share one core and the servers another. The "
-    "baseline is a raw round trip of the bytes of one worker. The number in every answer is "
-    "checked, and between rounds all bytes of an exchange of each stage.",
+    "with 61 layers, 3 stages and 20 tokens/s, and the tokens/s that it allows; then where the "
+    "time goes. The workers share one core and the servers another. The baseline is a raw round "
+    "trip of the bytes of one worker.",
     ("--workers", positive, 1, "number of worker groups"),
     ("--servers", positive, 1, "number of server groups"),
     ("--layers", positive, 61, "number of layers"),
     ("--stages", positive, 3, "number of stages (micro-batches) in a layer"),
-    ("--in-flight", positive, 1, "number of stages that are in flight at a time"),
     ("--tensors", positive, 7, "number of tensors in a push"),
     ("--back-tensors", positive, 7, "number of tensors in the answer of each server"),
     ("--bytes", size, "128K", "bytes of each pushed tensor"),
@@ -66,57 +60,36 @@ PARSER = parser(
 
 
 class LayersActor(WorkerActor):
-    """One worker that goes through layers and stages; `count` counts steps through all layers."""
-
-    def __init__(self, make: Any, layers: int, in_flight: int):
-        super().__init__(make)
-        self._layers, self._in_flight = layers, in_flight
+    """One worker that goes through all stages of all layers; `count` counts such steps."""
 
     def measure(self, warmup: int, count: int) -> dict[str, Any]:
         """Times each stage of each layer in `count` steps."""
-        for _ in range(warmup):
-            self._step([])
         samples: list[int] = []
         steps, traces = [], []
-        fetch = self.nodes[0].fetch_trace
+        for _ in range(warmup):
+            self._step([])
         for _ in range(count):
             start = time.perf_counter_ns()
             handles = self._step(samples)
             steps.append(time.perf_counter_ns() - start)
-            traces += [fetch(handle) for handle in handles]
-        return {
-            **report.figures(samples),
-            "step_ms": sorted(steps)[len(steps) // 2] / 1e6,
-            "parts_us": medians(traces),
-        }
+            traces += [self.nodes[0].fetch_trace(handle) for handle in handles]
+        step_ms = statistics.median(steps) / 1e6
+        return {**report.figures(samples), "step_ms": step_ms, "parts_us": medians(traces)}
 
     def _step(self, samples: list[int]) -> list[int]:
         """All layers once; adds the time of each round trip, in nanoseconds, and gives their
         handles."""
-        now = time.perf_counter_ns
-        wait = self.nodes[0].wait
-        requests = [requests[0] for requests in self.requests]
-        under_way: deque[tuple[int, Any, int, int]] = deque()
-        handles = []
-
-        def finish() -> None:
-            i, request, start, handle = under_way.popleft()
-            wait(handle, TIMEOUT_MS)
-            samples.append(now() - start)
-            self.check_numbers(request, i)
-
-        for _ in range(self._layers):
-            for request in requests:
-                if len(under_way) == self._in_flight:
-                    finish()
+        now, wait, handles = time.perf_counter_ns, self.nodes[0].wait, []
+        for _ in range(self.case.unit // self.case.stages):
+            for (request,) in self.requests:
                 self.sequence += 1
                 request.sent.value = self.sequence
                 start = now()
                 handle = request.post()
-                under_way.append((self.sequence, request, start, handle))
+                wait(handle, TIMEOUT_MS)
+                samples.append(now() - start)
                 handles.append(handle)
-        while under_way:
-            finish()
+                self.check_numbers(request.got, self.sequence)
         return handles
 
 
@@ -137,57 +110,43 @@ def medians(traces: Sequence[Sequence[int]]) -> dict[str, float]:
 def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutable)
     """Runs the benchmark; returns the exit status."""
     options = PARSER.parse_args(argv)
-    if options.in_flight > options.stages:
-        PARSER.error(f"--in-flight {options.in_flight}: want at most --stages {options.stages}")
     if options.layers * options.stages > TRACES:
         shape = f"--layers {options.layers} x --stages {options.stages}"
         PARSER.error(f"{shape}: want at most {TRACES}")
     with Run("af", options, nodes, COLUMNS, options.rounds) as run:
         run.header()
-        row = _measure(run)
-        run.add(row)
+        found = _measure(run)
+        run.add(found)
         print(f"\n{'median time of each part of a round trip':<52}{'µs':>9}")
         for name, (text, _) in PARTS.items():
-            print(f"  {text:<50}{row['parts_us'][name]:>9.1f}")
+            print(f"  {text:<50}{found['parts_us'][name]:>9.1f}")
         run.finish(budget_us=BUDGET_US)
     return 0
 
 
 def _measure(run: Run) -> dict[str, Any]:
-    options, cores = run.options, run.cores or (None, None)
-    plan = (options.layers, options.in_flight)
+    options, cores = run.options, run.cores
     workers, servers = range(options.workers), range(options.servers)
-    members = [
-        *(Member(f"worker {i}", LayersActor, "worker", cores[0], args=plan) for i in workers),
-        *(Member(f"server {i}", "actors.ServerActor", "server", cores[1]) for i in servers),
-    ]
+    members = [Member(f"worker {i}", LayersActor, "worker", cores[0]) for i in workers]
+    members += [Member(f"server {i}", "actors.ServerActor", "server", cores[1]) for i in servers]
     out = (options.bytes,) * options.tensors
     back = (options.back_bytes,) * options.back_tensors
     unit = options.layers * options.stages
-    case = Case("pull", out, back, stages=options.stages, unit=unit)
     crew = run.enter_context(start(members, run.nodes))
     run.enter_context(crew.cluster(options.transport))
     transport = crew.transport()
-    run.open_raw(baseline_of(transport))
-    player = CrewPlayer(crew)
-    player.prepare(case)
+    way = Way(transport, CrewPlayer(crew), run.raw(transport))
     # What one worker moves in one exchange.
     whole = Case("af", out * options.servers, back * options.servers)
-    [measured] = run.turns([player], sum(whole.out), sum(whole.back))
-    row = run.row(transport, whole, measured)
-    asked = ("workers", "servers", "layers", "stages", "in_flight", "tensors", "back_tensors")
-
-    def middle(of: Any) -> float:
-        return round(float(statistics.median(map(of, measured))), 3)
-
+    run.measure([way], Case("pull", out, back, stages=options.stages, unit=unit), whole)
+    found, measured = way.row(whole), way.rounds
+    median = statistics.median
+    times = {name: median(one["parts_us"][name] for one in measured) for name in PARTS}
     return {
-        **row,
-        **{name: getattr(options, name) for name in asked},
+        **found,
         "shape": f"{options.workers} x {options.servers}",
-        "tensor_bytes": options.bytes,
-        "back_tensor_bytes": options.back_bytes,
-        "tokens_per_s": round(1e6 / (unit * row["p50_us"]), 3),
-        "of_budget": round(row["p50_us"] / BUDGET_US, 3),
-        "step_ms": middle(lambda figures: figures["step_ms"]),
-        "parts_us": {name: middle(lambda found, n=name: found["parts_us"][n]) for name in PARTS},
+        "tokens_per_s": round(1e6 / (unit * found["p50_us"]), 3),
+        "of_budget": round(found["p50_us"] / BUDGET_US, 3),
+        "step_ms": round(median(one["step_ms"] for one in measured), 3),
+        "parts_us": {name: round(us, 3) for name, us in times.items()},
     }

@@ -7,7 +7,7 @@ import os
 import select
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,11 @@ WAYS = {  # how bytes travel, as rows name it: the program, and its last argumen
     "raw gpu": ("rawgpu", None),
 }
 OF_TRANSPORT = {"tcp": "raw tcp", "cma": "raw cma", "cudaipc": "raw gpu"}
+CXX = ["c++", "-std=c++17", "-O2", f"-I{INCLUDE}"]
+LINKED = [f"-L{LIB}", f"-Wl,-rpath,{LIB}", "-lfserver", "-pthread", "-ldl"]
 LANGUAGES = {  # by suffix: the compiler, libraries, and what to do where there is no compiler
     "c": ("CC", ["cc", "-O2"], ["-ldl"], "a C compiler (run apt-get install gcc)"),
-    "cc": (
-        "CXX",
-        ["c++", "-std=c++17", "-O2", f"-I{INCLUDE}"],
-        [f"-L{LIB}", f"-Wl,-rpath,{LIB}", "-lfserver", "-pthread", "-ldl"],
-        "a C++ compiler (run apt-get install g++)",
-    ),
+    "cc": ("CXX", CXX, LINKED, "a C++ compiler (run apt-get install g++)"),
     "cu": ("NVCC", ["nvcc"], ["-lcuda"], "nvcc of the CUDA toolkit (set NVCC to its path)"),
 }
 
@@ -43,39 +40,25 @@ def baseline_of(transport: str) -> str | None:
     return OF_TRANSPORT.get(transport.partition("/")[0])
 
 
+def program(way: str, cores: tuple[int, int] | None = None, where: str | None = None) -> "Baseline":
+    """Starts the program of a way. `where` is the address of this host (raw tcp; default 127.0.0.1)
+    or the numbers of two GPUs (raw gpu), "0,1"."""
+    source, last = WAYS[way]
+    ends = [str(core) for core in cores or (-1, -1)]
+    return Baseline(way, [str(compiled(f"{source}.c")), *ends, *filter(None, [last or where])])
+
+
 class Baseline:
-    """The two processes of a way. They use no CPU between rounds."""
+    """The two processes of a way, which a command starts with these variables in its environment.
+    They use no CPU between rounds."""
 
     unit = 1  # round trips that are counted as one
 
-    def __init__(
-        self,
-        way: str,
-        cores: tuple[int, int] | None = None,
-        where: str | None = None,
-        command: Sequence[str] = (),
-        variables: Mapping[str, str] | None = None,
-    ):
-        """Starts the program of WAYS, or `command`, with these variables in its environment.
-
-        `where` is the address of this host (raw tcp; default 127.0.0.1) or the numbers of two GPUs
-        (raw gpu), "0,1".
-        """
-        if not command:
-            program, last = WAYS[way]
-            ends = [str(core) for core in cores or (-1, -1)]
-            command = [str(compiled(f"{program}.c")), *ends, *filter(None, [last or where])]
-        self.way = way
-        self._moved = 0, 0
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-            env={**os.environ, **(variables or {})},
-        )
+    def __init__(self, way: str, command: Sequence[str], **variables: str):
+        self.way, self._moved, pipe = way, (0, 0), subprocess.PIPE
+        pipes: dict[str, Any] = {"stdin": pipe, "stdout": pipe, "stderr": pipe}
+        env = {**os.environ, **variables}
+        self._process = subprocess.Popen(command, text=True, bufsize=1, env=env, **pipes)
 
     def __enter__(self) -> "Baseline":
         return self
@@ -97,8 +80,7 @@ class Baseline:
         assert stdin is not None and stdout is not None
         try:
             stdin.write(f"{self._moved[0]} {self._moved[1]} {warmup} {count}\n")
-            ready, _, _ = select.select([stdout], [], [], TIMEOUT)
-            if not ready:
+            if not select.select([stdout], [], [], TIMEOUT)[0]:
                 raise BenchError(f"the baseline {self.way} did not answer within {TIMEOUT:g} s")
             text = stdout.readline()
         except BrokenPipeError:
@@ -112,8 +94,8 @@ class Baseline:
 
 
 def compiled(source: str, compiler: Sequence[str] | None = None) -> Path:
-    """The program of a source beside this file, compiled if this version of it has not been yet.
-    The name of its file holds a digest of all that it depends on, so it is never stale.
+    """The program of a source beside this file, compiled if this version of it has not been yet:
+    the name of its file holds a digest of all that it depends on.
 
     `compiler` is a command with its options, instead of that of LANGUAGES.
 
@@ -146,18 +128,14 @@ def compiled(source: str, compiler: Sequence[str] | None = None) -> Path:
 
 
 def _cache() -> Path:
-    """Returns a folder to which only this user may write, because programs are run from it."""
+    """A folder to which only this user may write, because programs are run from it."""
     directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fserver"
-    wrong = ""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = directory.stat()
         if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            wrong = "others may write to it (run chmod go-w)"
-        elif not os.access(directory, os.W_OK):
-            wrong = "not writable"
+            raise PermissionError(0, "others may write to it (run chmod go-w)")
     except OSError as error:
-        wrong = str(error.strerror)
-    if wrong:
-        raise BenchError(f"cache folder {directory}: {wrong}, or set XDG_CACHE_HOME to another")
+        text = f"cache folder {directory}: {error.strerror}, or set XDG_CACHE_HOME to another"
+        raise BenchError(text) from None
     return directory

@@ -1,13 +1,15 @@
 """Pinned processes, each with one node or several, that do what the parent tells them.
 
-The parent measures nothing itself: while the others are busy it is blocked.
+The parent measures nothing itself: it is blocked while the others are busy.
 """
 
 import atexit
 import contextlib
-import importlib
+import dataclasses
+import itertools
 import multiprocessing
 import os
+import pkgutil
 import signal
 import sys
 import time
@@ -18,13 +20,16 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fserver import Error
 
 from .errors import BenchError, WrongDataError
-from .host import OTHERS, environment, first_on_path, free_port, secret, transport_settings
+from .host import OTHERS, environment, free_port, secret, transport_settings
 
 START_TIMEOUT = 180.0  # seconds; imports of torch on a busy machine
 TIMEOUT = 600.0  # seconds; what a benchmark does between two answers
+PARTING_S = 1.0  # for the others to say what they have seen, once one has failed
 KILL_TIMEOUT = 10.0  # seconds; what the kernel takes to end a process, with all its memory
 
 
@@ -50,20 +55,14 @@ def real_node(place: Place) -> Any:
     """A node of fserver. Server 0 has the scheduler in it."""
     import fserver
 
-    options: dict[str, Any] = {
-        "scheduler": place.scheduler,
-        "workers": place.workers,
-        "servers": place.servers,
-        "node_rank": place.rank,
-        "host": place.host,
-        "settings": place.settings,
-        "init_timeout": START_TIMEOUT,
-    }
-    if place.gpu is not None:
-        options.update(backend="GPU", gpu=place.gpu, rank_offset=-place.gpu)
-    if place.role == "worker":
-        return fserver.Worker(**options)
-    return fserver.Server(**options, host_scheduler=place.rank == 0)
+    how: dict[str, Any] = dataclasses.asdict(place)
+    role, rank, gpu = how.pop("role"), how.pop("rank"), how.pop("gpu")
+    if gpu is not None:
+        how.update(backend="GPU", gpu=gpu, rank_offset=-gpu)
+    if role == "server":
+        how.update(host_scheduler=rank == 0)
+    make = fserver.Worker if role == "worker" else fserver.Server
+    return make(**how, node_rank=rank, init_timeout=START_TIMEOUT)
 
 
 @dataclass(frozen=True)
@@ -76,25 +75,18 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Case:
-    """What an exchange moves.
-
-    Each worker pushes tensors of `out` bytes to all servers, and each server answers it with
-    tensors of `back` bytes: with those that it got (op push_pull, if they are as large), with its
-    own (else, and pull), or with none (push; back is empty). There are `stages` sets of tensors,
-    used in turn; the keys of a set follow on `key` and on each other. Each tensor has at least 8
-    bytes. Rounds are counted in units of `unit` exchanges, a multiple of `stages`. With `shared`,
-    what is pushed is in shared memory. `device` is "cpu" or "gpu"; with "gpu" so must be the
-    cluster's.
-    """
+    """What an exchange moves: each worker pushes tensors of `out` bytes to all servers. A server
+    answers with what came (op push_pull, if `back` is as large), with tensors of its own (else,
+    and pull) or with none (push). Each tensor has at least 8 bytes."""
 
     op: str
     out: tuple[int, ...]
     back: tuple[int, ...] = ()
-    key: int = 0
-    stages: int = 1
-    unit: int = 1
-    shared: bool = False
-    device: str = "cpu"
+    key: int = 0  # the first one; the others follow
+    stages: int = 1  # sets of tensors, used in turn, each with keys of its own
+    unit: int = 1  # exchanges that are counted as one: a multiple of the stages
+    shared: bool = False  # what is pushed is in shared memory
+    device: str = "cpu"  # or "gpu", as that of the cluster
 
     @property
     def echoes(self) -> bool:
@@ -104,11 +96,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Member:
-    """A process of the crew, with nodes of one role.
-
-    `actor` is the class that obeys in it: "module.Class" of this package, or a class. It is made
-    with a Factory and `args`.
-    """
+    """A process of the crew, with nodes of one role. `actor` is the class that obeys in it, made
+    with a Factory and `args`: "module.Class" of this package, or a class."""
 
     name: str
     actor: str | type
@@ -119,108 +108,79 @@ class Member:
     variables: Mapping[str, str] = field(default_factory=dict)  # of its environment, and no fork
     path: Path | None = None  # its sys.path begins with this folder, and no fork
 
-    @property
-    def fresh(self) -> bool:
-        """It needs an environment of its own from the start, so it is no fork."""
-        return bool(self.variables) or self.path is not None
-
 
 class Peer:
-    """One of the processes, seen from the parent. A process that somebody else started ends by
-    itself."""
+    """One of the processes, seen from the parent."""
 
-    def __init__(self, member: Member, conn: Connection, process: Any = None):
-        self.name, self.member = member.name, member
-        self._conn, self._process = conn, process
+    def __init__(self, member: Member, conn: Connection, process: Any):
+        self.name, self.member, self.conn, self.process = member.name, member, conn, process
 
     @classmethod
     def spawn(cls, member: Member, nodes: Nodes) -> "Peer":
         """Starts the process: a fork of one that has torch imported and nothing running, or, where
-        it needs an environment of its own from the start, a new one.
-
-        Raises:
-            BenchError: it cannot be started.
-        """
-        context: Any = multiprocessing.get_context("spawn" if member.fresh else "forkserver")
-        if not member.fresh:
+        it needs an environment of its own from the start, a new one."""
+        fresh = member.variables or member.path
+        context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
+        if not fresh:
             context.set_forkserver_preload([f"{__package__}.actors"])
         conn, theirs = context.Pipe()
         make = nodes.worker if member.role == "worker" else nodes.server
         process = context.Process(target=_child, args=(theirs, member, make), daemon=True)
-        with environment(member.variables), first_on_path(member.path):
-            try:
+        path = list(sys.path)
+        try:
+            if member.path:
+                sys.path.insert(0, str(member.path))
+            with environment(member.variables):
                 process.start()
-            except (EOFError, OSError) as error:
-                gone = isinstance(error, EOFError)
-                why = "the fork server of multiprocessing has ended" if gone else error
-                raise BenchError(
-                    f"the {member.name} cannot be started: {why} (check for a killed process, free "
-                    "memory, and the limit of processes, ulimit -u)"
-                ) from None
+        except (EOFError, OSError) as error:  # EOFError: the fork server has ended
+            raise BenchError(
+                f"the {member.name} cannot be started: {error!r} (check for a killed process, free "
+                "memory, and the limit of processes, ulimit -u)"
+            ) from None
+        finally:
+            sys.path[:] = path
         theirs.close()
         return cls(member, conn, process)
 
-    def fileno(self) -> int:
-        """Readable when `result` does not block."""
-        return self._conn.fileno()
-
     def tell(self, method: str, *args: Any) -> None:
-        """Starts a method of the peer; `result` waits for it."""
-        self._conn.send((method, args))
+        """Starts a method of the peer; `result` waits for it. A peer that is gone says so there."""
+        with contextlib.suppress(OSError):
+            self.conn.send((method, args))
 
     def result(self) -> Any:
-        """What the method returned; waits for it."""
+        """What the method returned; waits for it. Raises BenchError: it failed, or has ended."""
         try:
-            outcome, value = self._conn.recv()
+            error, value, reason = self.conn.recv()
         except (EOFError, ConnectionResetError):
-            status = ""
-            if self._process is not None:
-                self._process.join(5)
-                status = f" with status {self._process.exitcode}"
-            raise BenchError(f"the {self.name} ended{status}") from None
-        if outcome == "wrong":
-            raise WrongDataError(f"the {self.name} received wrong data: {value}")
-        if outcome != "ok":
-            text, reason = value
-            raise BenchError(f"the {self.name} failed: {text}", reason)
+            self.process.join(5)
+            text = f"the {self.name} ended with status {self.process.exitcode}"
+            raise BenchError(text) from None
+        if error:
+            raise error(f"the {self.name} {value}", reason)
         return value
 
     def end(self, timeout: float) -> None:
-        """Waits for the process to end by itself, then ends it.
-
-        Raises:
-            BenchError: it is still there. Then this process leaves without it, with status 1.
-        """
-        try:
-            if self._process is not None:
-                self._end(timeout)
-        finally:
-            self._conn.close()
-
-    def _end(self, timeout: float) -> None:
-        self._process.join(timeout)
-        if not self._process.is_alive():
-            return
-        self._process.kill()
-        self._process.join(KILL_TIMEOUT)
-        if self._process.is_alive():
-            atexit.register(_leave)
-            raise BenchError(
-                f"the {self.name} (pid {self._process.pid}) has not ended {KILL_TIMEOUT:g} s after "
-                f"SIGKILL, because the kernel holds it (/proc/{self._process.pid}/stack shows "
-                f"where; if a driver does not return, restart the host)"
-            )
+        """Waits for the process to end by itself, then ends it. One that is still there is left
+        behind, and at its end this process does not wait for it, as it would without limit."""
+        self.process.join(timeout)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(KILL_TIMEOUT)
+        if self.process.is_alive():
+            name = f"the {self.name} (pid {self.process.pid})"
+            text = f"{name} has not ended {KILL_TIMEOUT:g} s after SIGKILL: the kernel holds it"
+            print(f"bench: {text} (/proc/{self.process.pid}/stack shows where)", file=sys.stderr)
+            atexit.register(os._exit, 1)
+        self.conn.close()
 
 
 class Crew:
-    """The processes of a benchmark, and at most one cluster at a time of nodes in them."""
+    """The processes of a benchmark, and at most one cluster at a time of nodes in them. They end
+    with the first error."""
 
     def __init__(self, peers: Sequence[Peer]):
         self.peers = list(peers)
         self.gpus = (0, 0)  # of workers and servers, if their tensors are on GPUs
-
-    def __getitem__(self, name: str) -> Peer:
-        return next(peer for peer in self.peers if peer.name == name)
 
     def all(self, method: str, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
         """Runs the method of that name in all; gives their results in order."""
@@ -235,43 +195,54 @@ class Crew:
 
     def one(self, name: str, method: str, *args: Any) -> Any:
         """Runs a method in one process alone."""
-        self[name].tell(method, *args)
-        return self.results(peers=[self[name]])[0]
+        [peer] = [peer for peer in self.peers if peer.name == name]
+        peer.tell(method, *args)
+        return self.results(TIMEOUT, [peer])[0]
 
     def transport(self) -> str:
         """What the first process that holds workers uses; "a+b" if that is several."""
         return "+".join(self.workers("links")[0])
 
-    def results(self, timeout: float = TIMEOUT, peers: Sequence[Peer] | None = None) -> list[Any]:
-        """Waits for all (of `peers`).
+    def results(self, limit: float = START_TIMEOUT, of: Sequence[Peer] | None = None) -> list[Any]:
+        """Waits for all (of these): that they have started, or what a method returned.
 
         Raises:
-            WrongDataError: one of them got wrong data.
-            BenchError: one of them failed. Who fails first is reported, and who has failed by
-                then: the others often only wait for it.
+            BenchError: one failed or took too long. The others have PARTING_S to say what they
+                have seen, as the first may only have waited for another. Wrong data goes first.
         """
-        peers = self.peers if peers is None else peers
-        end = time.monotonic() + timeout
-        results: dict[str, Any] = {}
-        waiting = list(peers)
-        while waiting:
-            ready = wait([peer.fileno() for peer in waiting], max(0.0, end - time.monotonic()))
-            if not ready:
-                names = " and ".join(peer.name for peer in waiting)
-                raise BenchError(f"no answer from {names} within {timeout:g} s")
-            failures = []
-            for peer in [one for one in waiting if one.fileno() in ready]:
-                waiting.remove(peer)
+        asked = self.peers if of is None else of
+        waiting = {peer.conn: peer for peer in asked}
+        found: dict[str, Any] = {}
+        errors: list[BenchError] = []
+        end = time.monotonic() + limit
+        while waiting and (ready := wait(list(waiting), max(0.0, end - time.monotonic()))):
+            for peer in [waiting.pop(conn) for conn in list(waiting) if conn in ready]:
                 try:
-                    results[peer.name] = peer.result()
+                    found[peer.name] = peer.result()
                 except BenchError as error:
-                    failures.append(error)
-            wrong = [error for error in failures if isinstance(error, WrongDataError)]
-            if wrong or len(failures) == 1:
-                raise (wrong or failures)[0]
-            if failures:
-                raise BenchError("\n".join(map(str, failures)), failures[0].reason)
-        return [results[peer.name] for peer in peers]
+                    errors.append(error)
+                    end = min(end, time.monotonic() + PARTING_S)
+        if waiting and not errors:
+            names = " and ".join(peer.name for peer in waiting.values())
+            errors = [BenchError(f"no answer from {names} within {limit:g} s")]
+        if errors:
+            self.close(0)
+            told = [error for error in errors if isinstance(error, WrongDataError)] or errors
+            raise type(told[0])("\n".join(map(str, told)), told[0].reason)
+        return [found[peer.name] for peer in asked]
+
+    def leave(self) -> None:
+        """Tells the processes to end, and does not wait for it."""
+        for peer in self.peers:
+            peer.tell("end")
+
+    def close(self, patience: float = 2) -> None:
+        """Ends the processes, which have so many seconds each to do it themselves."""
+        if patience:
+            self.leave()
+        peers, self.peers = self.peers, []
+        for peer in peers:
+            peer.end(patience)
 
     @contextlib.contextmanager
     def cluster(
@@ -287,102 +258,57 @@ class Crew:
         """Makes nodes in the processes, connects them, and lets them leave together.
 
         Args:
-            transport: what carries the bytes.
             counts: nodes of a process, by its name (default: what its member says).
             host: address of this host for all of them (default 127.0.0.1).
-            scheduler: "host:port". Then the crew is one process with one node, and its
-                counterpart is elsewhere.
-            device: where tensors are: "cpu", or "gpu": those of workers on the first, those of
-                servers on the last GPU.
+            scheduler: "host:port", if the counterpart of the one process is on another host.
+            device: "gpu": tensors of workers are on the first, those of servers on the last GPU.
             near: address of this host for the scheduler alone (default: host).
             by_role: more settings of workers and of servers.
         """
-        sizes = [(counts or {}).get(p.name, p.member.nodes) for p in self.peers]
+        sizes = {p.name: (counts or {}).get(p.name, p.member.nodes) for p in self.peers}
         total = {"worker": 0, "server": 0}
-        for peer, size in zip(self.peers, sizes, strict=True):
-            total[peer.member.role] += size
+        for peer in self.peers:
+            total[peer.member.role] += sizes[peer.name]
         if scheduler:
             total = {"worker": 1, "server": 1}
+        if device == "gpu":
+            self.gpus = (0, max(torch.cuda.device_count() - 1, 0))
         settings = {**transport_settings(transport), **({} if scheduler else secret())}
+        ranks = {role: itertools.count() for role in total}
         with contextlib.ExitStack() as stack:
             address = scheduler or stack.enter_context(free_port(near or host or "127.0.0.1"))
-            given = {"worker": 0, "server": 0}
-            if device == "gpu":
-                self.gpus = (0, max(self.one(self.peers[0].name, "gpus") - 1, 0))
-            for peer, size in zip(self.peers, sizes, strict=True):
+            for peer in self.peers:
                 role = peer.member.role
-                ranks = range(given[role], given[role] + size)
-                given[role] += size
                 gpu = self.gpus[role == "server"] if device == "gpu" else None
                 own = {**settings, **(by_role or {}).get(role, {})}
                 where = total["worker"], total["server"], address, own, host, gpu
-                peer.tell("connect", [Place(role, rank, *where) for rank in ranks])
-            self.results(START_TIMEOUT)
+                mine = itertools.islice(ranks[role], sizes[peer.name])
+                peer.tell("connect", [Place(role, rank, *where) for rank in mine])
+            self.results()
             yield
             self.all("leave")
 
 
 @contextlib.contextmanager
 def start(members: Sequence[Member], nodes: Nodes) -> Iterator[Crew]:
-    """Starts the processes, and ends them."""
-    peers: list[Peer] = []
-    with ending(peers):
-        for member in members:
-            peers.append(Peer.spawn(member, nodes))
-        crew = Crew(peers)
-        crew.results(START_TIMEOUT)
-        yield crew
-
-
-@contextlib.contextmanager
-def ending(peers: list[Peer]) -> Iterator[None]:
-    """Ends the processes with the block: at once if it failed."""
-    good = False
+    """Starts the processes, and ends them with the block: at once if it failed."""
+    crew, patience = Crew([]), 0.0
     try:
-        yield
-        good = True
+        for member in members:
+            crew.peers.append(Peer.spawn(member, nodes))
+        crew.results()
+        yield crew
+        patience = 30.0
     finally:
-        for peer in peers:
-            if good:
-                with contextlib.suppress(OSError):
-                    peer.tell("end")
-        try:
-            end_all(peers, 30 if good else 0)
-        except BenchError as error:
-            if good:
-                raise
-            print(f"bench: {error}", file=sys.stderr)  # beside what the block failed with
-
-
-def end_all(peers: Sequence[Peer], patience: float) -> None:
-    """Ends the processes, which have so many seconds each to do it themselves.
-
-    Raises:
-        BenchError: one of them is still there. The others have ended.
-    """
-    with contextlib.ExitStack() as stack:
-        for peer in reversed(peers):
-            stack.callback(peer.end, patience)
-
-
-def _leave() -> None:
-    """Ends this process at once: the ordinary way waits for its processes without limit."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+        crew.close(patience)
 
 
 @contextlib.contextmanager
 def pair(
-    nodes: Nodes,
-    transport: str,
-    cores: tuple[int, int] | None,
-    worker: str | type = "actors.WorkerActor",
-    server: str | type = "actors.ServerActor",
-    **how: Any,
+    nodes: Nodes, transport: str, cores: tuple[int, int] | None, *actors: type, **how: Any
 ) -> Iterator[Crew]:
     """A worker and a server, connected; `how` is of Crew.cluster. Results come in this order."""
-    with start(pair_of(cores, worker, server), nodes) as crew, crew.cluster(transport, **how):
+    with start(pair_of(cores, *actors), nodes) as crew, crew.cluster(transport, **how):
         yield crew
 
 
@@ -393,63 +319,45 @@ def pair_of(
     **more: Any,
 ) -> list[Member]:
     """The members of a pair; `more` is of both."""
-    worker_core, server_core = cores or (None, None)
+    ours, theirs = cores or (None, None)
     return [
-        Member("worker", worker, "worker", worker_core, **more),
-        Member("server", server, "server", server_core, **more),
+        Member("worker", worker, "worker", ours, **more),
+        Member("server", server, "server", theirs, **more),
     ]
 
 
 def _child(conn: Connection, member: Member, make: Factory) -> None:
-    """Life of one process: pinned before any library starts a thread, then orders."""
+    """Life of one process: pinned before any library starts a thread, then orders until "end".
+
+    An answer is a class of error, or None, and what it is about: the text and the reason, or what
+    the method returned. After an error the process ends with status 1.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     if member.core is not None:
         os.sched_setaffinity(0, {member.core})
-    for variable in list(os.environ):
-        if variable.startswith(OTHERS):
-            del os.environ[variable]
+    for variable in [name for name in os.environ if name.startswith(OTHERS)]:
+        del os.environ[variable]
     os.environ["STEPMESH_BACKEND"] = "CPU"  # but for those with a Place on a GPU
-    obey(conn, lambda: load(member.actor)(make, *member.args))
-
-
-def load(actor: str | type) -> type:
-    """The class that "module.Class" of this package names."""
-    if isinstance(actor, type):
-        return actor
-    module, _, name = actor.rpartition(".")
-    found: type = getattr(importlib.import_module(f".{module}", __package__), name)
-    return found
-
-
-def obey(conn: Connection, make: Callable[[], Any]) -> None:
-    """Does what the parent says until it says "end"; ends the process with status 1 if it fails.
-
-    Each answer is a pair: "ok" and what the method returned, "wrong" and the text of a
-    WrongDataError, or "failed", what to print and the text of the error.
-    """
+    made: Any = member.actor
     actor = None
+    answer: tuple[type[BenchError], str, str | None]
     try:
-        actor = make()
-        conn.send(("ok", None))
+        if isinstance(made, str):
+            made = pkgutil.resolve_name(f"{__package__}.{made}")
+        actor = made(make, *member.args)
+        conn.send((None, None, None))
         while True:
             method, args = conn.recv()
             if method == "end":
                 return
-            conn.send(("ok", getattr(actor, method)(*args)))
-    except EOFError:
-        status = 1  # the parent is gone
+            conn.send((None, getattr(actor, method)(*args), None))
     except WrongDataError as error:
-        status = _report(conn, "wrong", str(error))
+        answer = WrongDataError, f"received wrong data: {error}", None
     except BaseException as error:
-        expected = isinstance(error, Error)  # its text says it all
-        text = str(error) if expected else f"\n{traceback.format_exc()}"
-        status = _report(conn, "failed", (text, str(error)))
+        text = str(error) if isinstance(error, Error) else f"\n{traceback.format_exc()}"
+        answer = BenchError, f"failed: {text}", str(error)
+    with contextlib.suppress(OSError):
+        conn.send(answer)
     if actor is not None:
         actor.close()
-    sys.exit(status)
-
-
-def _report(conn: Connection, outcome: str, value: Any) -> int:
-    with contextlib.suppress(OSError):
-        conn.send((outcome, value))
-    return 1
+    sys.exit(1)

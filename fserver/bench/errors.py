@@ -2,11 +2,7 @@
 
 
 class BenchError(RuntimeError):
-    """The benchmark cannot run.
-
-    Attributes:
-        reason: the text, in one line.
-    """
+    """The benchmark cannot run. `reason` says why in one line."""
 
     def __init__(self, text: str, reason: str | None = None):
         super().__init__(text)

@@ -4,9 +4,7 @@ import contextlib
 import os
 import secrets
 import socket
-import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 NO_ADDRESS = "this host has only a loopback address (use two hosts, --scheduler and --role)"
 OTHERS = ("DMLC_", "STEPMESH_")  # variables with roles, ranks and addresses of others
@@ -55,19 +53,6 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         for name, value in given.items():
-            if value is None:
-                del os.environ[name]
-            else:
+            del os.environ[name]
+            if value is not None:
                 os.environ[name] = value
-
-
-@contextlib.contextmanager
-def first_on_path(folder: Path | None) -> Iterator[None]:
-    """In processes that are spawned meanwhile, sys.path begins with this folder, if any."""
-    if folder:
-        sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        if folder:
-            sys.path.remove(str(folder))

@@ -23,17 +23,14 @@ REPLY = 4096  # bytes of the answer to "listen": JSON, and spaces
 TOKEN = "RAWECHO_TOKEN"
 
 
-def far_baseline(
-    crew: Crew, way: str, cores: tuple[int, int] | None, where: str | None
-) -> Baseline:
-    """Starts raw tcp between the two hosts. `where` is not used: the server says where it is."""
+def far_baseline(crew: Crew, core: int) -> Baseline:
+    """Starts raw tcp between the two hosts."""
     program = compiled("rawecho.c")  # now, while nobody waits for it
     found = crew.one("worker", "listen")
     if "error" in found:
         raise BenchError(f"the host of the server: {found['error']}")
-    core = str(cores[0] if cores else -1)
-    command = [str(program), "connect", found["host"], found["port"], core]
-    return Baseline(way, command=command, variables={TOKEN: found["token"]})
+    command = [str(program), "connect", found["host"], found["port"], str(core)]
+    return Baseline("raw tcp", command, **{TOKEN: found["token"]})
 
 
 class CommandingWorker(WorkerActor):
@@ -60,10 +57,9 @@ class CommandingWorker(WorkerActor):
         return {"token": token, **json.loads(bytes(reply.tolist()))}
 
     def _command(self, method: str, *args: Any, reply: Sequence[torch.Tensor] = ()) -> None:
-        text = torch.frombuffer(bytearray(json.dumps([method, *args]).encode()), dtype=torch.uint8)
-        keys = [CONTROL] * len(reply)
-        node = self.nodes[0]
-        handle = node.push_pull([text], [CONTROL], [*reply], keys, need_event=False)
+        keys, node = [CONTROL] * len(reply), self.nodes[0]
+        text = [_tensor(json.dumps([method, *args]))]
+        handle = node.push_pull(text, [CONTROL], [*reply], keys, need_event=False)
         node.wait(handle, TIMEOUT_MS)
 
 
@@ -72,33 +68,26 @@ class ObeyingServer(ServerActor):
 
     def serve(self) -> None:
         """Returns when the worker has left."""
-        with contextlib.ExitStack() as raw:
-            self._obey(raw)
-
-    def _obey(self, raw: contextlib.ExitStack) -> None:
         from fserver import ClosedError
 
         node = self.nodes[0]
-        while True:
-            try:
-                ((handler, tensors, keys),) = node.get_batch()
-            except ClosedError:
-                return
-            if keys != [CONTROL]:
-                raise AssertionError(f"a push of keys {keys}, where a command was to come")
-            method, *args = json.loads(bytes(tensors[0].tolist()))
-            answer = []
-            if method == "listen":
-                raw.close()
-                text = json.dumps(self._listen(raw, *args)).ljust(REPLY)
-                answer = [torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)]
-            node.respond(answer, handler, need_event=False)
-            if method == "prepare":  # JSON has made lists of its tuples, which do as well
-                args = [Case(**args[0])]
-            if method in METHODS:
-                getattr(self, method)(*args)
-            elif method != "listen":
-                raise AssertionError(f"{method!r}: no such command")
+        with contextlib.ExitStack() as raw:
+            while True:
+                try:
+                    ((handler, tensors, keys),) = node.get_batch()
+                except ClosedError:
+                    return
+                if keys != [CONTROL]:
+                    raise AssertionError(f"a push of keys {keys}, where a command was to come")
+                method, *args = json.loads(bytes(tensors[0].tolist()))
+                answer = []
+                if method == "listen":
+                    answer = [_tensor(json.dumps(self._listen(raw, *args)).ljust(REPLY))]
+                node.respond(answer, handler, need_event=False)
+                if method == "prepare":  # JSON has made lists of its tuples, which do as well
+                    args = [Case(**args[0])]
+                if method in METHODS:
+                    getattr(self, method)(*args)
 
     def _listen(self, raw: contextlib.ExitStack, token: str) -> dict[str, str]:
         """Starts the server of the baseline, on the address that fserver has here, for as long as
@@ -115,3 +104,7 @@ class ObeyingServer(ServerActor):
         assert process.stdout is not None
         line = process.stdout.readline().strip()
         return {"host": host, "port": line} if line.isdecimal() else {"error": line[: REPLY // 8]}
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)

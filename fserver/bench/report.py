@@ -4,22 +4,25 @@ import json
 import math
 import os
 import platform
-import re
 import shlex
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
+
+import fserver
 
 from .errors import BenchError
 
 Figures = dict[str, Any]
 """Of one round: iters, p50_us, p99_us, ... and what a benchmark adds."""
 
-LEVEL = 0.95  # confidence of the interval of a median
+Rounds = Sequence[Figures]
+
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -30,41 +33,28 @@ def percentile(ordered: Sequence[float], percent: int) -> float:
 
 def median_interval(samples: Sequence[float]) -> tuple[float, float]:
     """A 95 % interval of the median, whatever the distribution; of fewer than 6 samples, the least
-    and the largest."""
-    rank, ordered = max(median_rank(len(samples)), 1), sorted(samples)
+    and the largest. It reaches from the r-th smallest to the r-th largest sample, which leave out
+    the median with a probability of 2 P(Binomial(count, 1/2) < r), for the largest r with at most
+    5 %. (H. A. David, H. N. Nagaraja: Order Statistics, 3rd edition, 2003, section 7.1.)"""
+    count, ordered = len(samples), sorted(samples)
+    rank, left_out = 0, 1 / 2**count  # which is P(Binomial <= rank)
+    while left_out <= 0.025:
+        rank += 1
+        left_out += math.comb(count, rank) / 2**count
+    rank = max(rank, 1)
     return ordered[rank - 1], ordered[-rank]
 
 
-def median_rank(count: int) -> int:
-    """The largest r at which the r-th smallest and the r-th largest of so many samples leave out
-    the median with a probability of at most 5 %, 2 P(Binomial(count, 1/2) < r); 0 if there is none,
-    of fewer than 6. (H. A. David, H. N. Nagaraja: Order Statistics, 3rd edition, 2003, section
-    7.1.) Of 20 samples it is 6."""
-    rank, left_out = 0, 0.0
-    while left_out <= (1 - LEVEL) / 2:  # which P(Binomial < rank) is
-        left_out += math.comb(count, rank) / 2**count
-        rank += 1
-    return rank - 1
-
-
 def figures(samples: list[int]) -> Figures:
-    """Times in nanoseconds, as figures in microseconds. Sorts the samples."""
-    samples.sort()
+    """Times in nanoseconds, as figures in microseconds."""
+    ordered = sorted(samples)
     return {
-        "iters": len(samples),
-        "p50_us": percentile(samples, 50) / 1e3,
-        "p99_us": percentile(samples, 99) / 1e3,
-        "min_us": samples[0] / 1e3,
-        "mean_us": sum(samples) / len(samples) / 1e3,
+        "iters": len(ordered),
+        "p50_us": percentile(ordered, 50) / 1e3,
+        "p99_us": percentile(ordered, 99) / 1e3,
+        "min_us": ordered[0] / 1e3,
+        "mean_us": sum(ordered) / len(ordered) / 1e3,
     }
-
-
-def parse_size(text: str) -> int:
-    """Bytes of "64", "4K", "1MiB", ..."""
-    match = re.fullmatch(r"(\d+)([KMG]?)(iB|B)?", text.strip(), re.IGNORECASE)
-    if not match:
-        raise ValueError(f"{text!r}: want a number of bytes, with K, M or G for powers of 1,024")
-    return int(match[1]) * UNITS[match[2].upper()]
 
 
 def show_size(count: int) -> str:
@@ -81,39 +71,23 @@ def gigabytes_per_second(count: int, microseconds: float) -> float:
 
 
 def row(
-    transport: str,
-    op: str,
-    out: int,
-    back: int,
-    measured: Sequence[Figures] = (),
-    raw: Sequence[Figures] = (),
-    **more: Any,
+    transport: str, op: str, out: int, back: int, measured: Rounds = (), raw: Rounds = ()
 ) -> dict[str, Any]:
-    """One result: medians over the rounds, and the ratio of the medians.
-
-    `measured` and `raw` hold the figures of each round, in µs; both may be empty. GB/s counts
-    the bytes of both directions over the median round trip. `more` may say the name of the
-    baseline, why there is none (baseline_missing), and why nothing was measured (skipped).
-    """
-    result: dict[str, Any] = {
-        "transport": transport,
-        "op": op,
-        "bytes_out": out,
-        "bytes_back": back,
-        "iters": measured[0]["iters"] if measured else None,
-        "rounds": len(measured),
-    }
+    """One result: medians over the rounds of `measured` and of `raw`, in µs, and their ratio; both
+    may be empty. GB/s counts the bytes of both directions over the median round trip."""
+    result: dict[str, Any] = {"transport": transport, "op": op, "bytes_out": out}
+    result |= {"bytes_back": back, "rounds": len(measured)}
+    result["iters"] = measured[0]["iters"] if measured else None
     for prefix, rounds in (("", measured), ("baseline_", raw)):
         for key in ("p50_us", "p99_us"):
-            found = [r[key] for r in rounds]
-            result[prefix + key] = round(statistics.median(found), 3) if found else None
+            middle = statistics.median(r[key] for r in rounds) if rounds else None
+            result[prefix + key] = middle and round(middle, 3)
         p50 = result[prefix + "p50_us"]
-        result[prefix + "gbps"] = round(gigabytes_per_second(out + back, p50), 4) if p50 else None
+        result[prefix + "gbps"] = p50 and round(gigabytes_per_second(out + back, p50), 4)
         result[prefix + "p50_us_rounds"] = [r["p50_us"] for r in rounds]
     both = measured and raw
     result["ratio"] = round(result["p50_us"] / result["baseline_p50_us"], 3) if both else None
-    result |= {"baseline": None, "baseline_missing": None, "skipped": None}
-    return {**result, **more}
+    return {**result, "baseline": None, "baseline_missing": None, "skipped": None}
 
 
 class Column(NamedTuple):
@@ -124,10 +98,6 @@ class Column(NamedTuple):
     key: str
     show: Callable[[Any], str] = str
 
-    def cell(self, text: str) -> str:
-        """The text, as wide as the column."""
-        return text.rjust(self.width) if self.width > 0 else text.ljust(-self.width)
-
 
 def number(title: str, width: int, key: str, digits: int = 1) -> Column:
     """A column of numbers with so many digits after the point."""
@@ -136,85 +106,62 @@ def number(title: str, width: int, key: str, digits: int = 1) -> Column:
 
 OP = Column("op", -9, "op")
 TRANSPORT = Column("transport", -10, "transport")
-MOVED = (
-    Column("out", 8, "bytes_out", show_size),
-    Column("back", 8, "bytes_back", show_size),
-)
+MOVED = (Column("out", 8, "bytes_out", show_size), Column("back", 8, "bytes_back", show_size))
 TIMES = (number("p50 µs", 11, "p50_us"), number("p99 µs", 11, "p99_us"))
 SPEED = number("GB/s", 7, "gbps", 3)
 RAW_P50 = number("raw p50", 11, "baseline_p50_us")
-RAW = (
-    RAW_P50,
-    number("raw p99", 11, "baseline_p99_us"),
-    number("raw GB/s", 8, "baseline_gbps", 3),
-)
+RAW_P99 = number("raw p99", 11, "baseline_p99_us")
+RAW_SPEED = number("raw GB/s", 8, "baseline_gbps", 3)
 RATIO = number("ratio", 6, "ratio", 2)
-COLUMNS = (TRANSPORT, OP, *MOVED, *TIMES, SPEED, *RAW, RATIO)
+COLUMNS = (TRANSPORT, OP, *MOVED, *TIMES, SPEED, RAW_P50, RAW_P99, RAW_SPEED, RATIO)
 
 
 def header(columns: Sequence[Column]) -> str:
     """The titles of a table."""
-    return _line(columns, (column.title for column in columns))
+    return _line(columns, [column.title for column in columns])
 
 
 def line(columns: Sequence[Column], result: dict[str, Any]) -> str:
     """A row; one that was skipped ends in the reason."""
-    cells = ("-" if result[c.key] is None else c.show(result[c.key]) for c in columns)
+    cells = ["-" if result[c.key] is None else c.show(result[c.key]) for c in columns]
     reason = result.get("skipped")
     return _line(columns, cells) + (f"  skipped: {reason}" if reason else "")
 
 
 def _line(columns: Sequence[Column], cells: Iterable[str]) -> str:
-    made = (column.cell(text) for column, text in zip(columns, cells, strict=True))
-    return "  ".join(made).rstrip()
+    both = [(column.width, text) for column, text in zip(columns, cells, strict=True)]
+    return "  ".join(text.rjust(n) if n > 0 else text.ljust(-n) for n, text in both).rstrip()
 
 
-def machine(cores: tuple[int, ...] | None) -> dict[str, Any]:
+def machine(cores: tuple[int, ...]) -> dict[str, Any]:
     """What the figures are measured on. Warns if the cores have other work to do."""
-    try:
-        import psutil
-    except ImportError:
-        raise BenchError("psutil is missing (run pip install 'fserver[bench]')") from None
-    busy = None
-    if cores:
-        load = psutil.cpu_percent(0.3, percpu=True)
-        busy = [round(load[core]) for core in cores]
-        if max(busy) > 10:
-            print(
-                f"bench: cores {cores} are {' and '.join(map(str, busy))} % busy with other "
-                "programs, so the results will be noisy, most of all those of the raw baseline, "
-                "which spins",
-                file=sys.stderr,
-            )
+    import psutil
+
+    load = psutil.cpu_percent(0.3, percpu=True)
+    busy = [round(load[core]) for core in cores]
+    if max(busy) > 10:
+        text = f"bench: cores {cores} are {busy} % busy with other programs: the results, most of "
+        print(text + "all those of the raw baseline, will be noisy", file=sys.stderr)
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line for line in lines if line.startswith("model name")), "")
+    build = commit(Path(__file__).parents[2])
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu.partition(":")[2].strip() or platform.machine(),
         "cores": os.cpu_count(),
-        "pinned": list(cores) if cores else None,
+        "pinned": list(cores),
         "busy_percent": busy,
         "kernel": f"{platform.system()} {platform.release()}",
         "arch": platform.machine(),
         "python": platform.python_version(),
-        "torch": _version("torch"),
-        "fserver": _own(),
+        "torch": torch.__version__,
+        "fserver": fserver.__version__ + (f" ({build})" if build else ""),
     }
 
 
 def show_machine(facts: dict[str, Any]) -> str:
     """The same in one line."""
-    pinned = facts["pinned"]
-    where = f"pinned to {','.join(map(str, pinned))}" if pinned else "not pinned"
-    return (
-        f"{facts['cpu']}, {facts['cores']} cores ({where}), {facts['kernel']}, "
-        f"python {facts['python']}, torch {facts['torch']}, fserver {facts['fserver']}"
-    )
-
-
-def _cpu_model() -> str:
-    try:
-        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        found = None
-    return found[1] if found else platform.processor() or platform.machine()
+    where = "{cpu}, {cores} cores (pinned to {pinned[0]},{pinned[1]}), {kernel}".format(**facts)
+    return where + ", python {python}, torch {torch}, fserver {fserver}".format(**facts)
 
 
 def commit(root: Path) -> str | None:
@@ -223,38 +170,16 @@ def commit(root: Path) -> str | None:
         if not (root / ".git").exists():
             return (root / "build/commit").read_text().strip()
         describe = ["git", "-C", str(root), "describe", "--always", "--dirty"]
-        return subprocess.run(
-            describe, capture_output=True, text=True, timeout=5, check=True
-        ).stdout.strip()
+        done = subprocess.run(describe, capture_output=True, text=True, timeout=5, check=True)
+        return done.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def _own() -> str:
-    """The version, and the commit if there is one."""
-    version, found = _version("fserver"), commit(Path(__file__).parents[2])
-    return f"{version} ({found})" if found else version
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def save(path: str, results: dict[str, Any]) -> None:
-    """Writes what --json asks for, with the command.
-
-    Raises:
-        BenchError: the file cannot be written, though it seemed so at the beginning.
-    """
+    """Writes what --json asks for, with the command. Raises BenchError: the disk is full, say."""
     results = {**results, "command": shlex.join(["fserver", *sys.argv[1:]])}
     try:
-        with open(path, "w") as out:
-            json.dump(results, out, indent=1)
-            out.write("\n")
+        Path(path).write_text(json.dumps(results, indent=1, default=str) + "\n")
     except OSError as error:
-        raise BenchError(
-            f"--json {path}: {error.strerror}: free some space, or give another file"
-        ) from None
+        raise BenchError(f"--json {path}: {error.strerror} (give another file)") from None

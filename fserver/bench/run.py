@@ -1,43 +1,29 @@
-"""One run of a benchmark: its table, its rows, and the raw baseline that takes turns."""
+"""One run of a benchmark: its table, its rows, and the raw baselines that take turns."""
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from . import report
-from .baseline import Baseline
+from .baseline import Baseline, baseline_of, program
 from .crew import Case, Nodes
 from .errors import BenchError
-from .report import Figures
-from .turns import Player, take_turns
+from .turns import CrewPlayer, Way, take_turns
 
-
-@dataclass
-class Raw:
-    """A raw baseline that takes turns, or none.
-
-    Attributes:
-        says: its name, or why there is none, as a row has it.
-        rounds: its figures beside those that were measured last.
-    """
-
-    player: Baseline | None = None
-    says: dict[str, Any] = field(default_factory=dict)
-    rounds: list[Figures] = field(default_factory=list)
+SMALL = 64  # bytes that answer a push of a program or a library
 
 
 class Run(contextlib.ExitStack):
     """What one command measures. Processes that are entered into it end with it.
 
-    Attributes:
-        options: as the parser gave them.
-        nodes: who plays.
-        cores: of workers and servers; None: processes are not pinned.
-        rows: those that were added.
+    `options` are as the parser gave them, `cores` those of workers and servers, and `rows` those
+    that were added.
     """
 
     def __init__(
@@ -47,33 +33,29 @@ class Run(contextlib.ExitStack):
         nodes: Nodes = Nodes(),  # noqa: B008 (immutable)
         columns: Sequence[report.Column] = report.COLUMNS,
         steps: float = 0,
-        pin: bool = True,
     ):
-        """Checks that there is a GPU if one is asked for, and prints on what is measured.
+        """Checks that there is a GPU if one is asked for, and prints on what is measured. `step`
+        will be called so often."""
+        from rich.console import Console
+        from rich.progress import Progress
 
-        Args:
-            name: of the benchmark.
-            options, nodes: see the attributes.
-            columns: of its table.
-            steps: how often `step` will be called.
-            pin: choose cores, if the options name none.
-
-        Raises:
-            BenchError: there is none.
-        """
         super().__init__()
         self.options, self.nodes, self.rows = options, nodes, list[dict[str, Any]]()
         self._name, self._columns = name, columns
-        self._raw = Raw()
-        if getattr(options, "device", None) in ("gpu", ["gpu"]):
+        self._raws: dict[tuple[str, str | None], Way] = {}
+        if getattr(options, "device", None) == ["gpu"]:
             need_gpu()
-        self.cores = choose_cores(options.cores) if pin else options.cores
+        self.cores = choose_cores(options.cores)
         self.facts = report.machine(self.cores)
         print(report.show_machine(self.facts), flush=True)
-        self._bar: Any = None
-        if sys.stderr.isatty():
-            self._bar = self.enter_context(_progress())
-            self._task = self._bar.add_task(name, total=steps)
+        bar = Progress(
+            console=Console(stderr=True),
+            transient=True,
+            redirect_stdout=sys.stdout.isatty(),
+            disable=not sys.stderr.isatty(),
+        )
+        self._bar = self.enter_context(bar)
+        self._task = self._bar.add_task(name, total=steps)
 
     def header(self) -> None:
         """Prints the titles of the table."""
@@ -84,93 +66,64 @@ class Run(contextlib.ExitStack):
         print(report.line(self._columns, row), flush=True)
         self.rows.append(row)
 
-    def step(self, count: float = 1) -> None:
-        """So much more is done."""
-        if self._bar is not None:
-            self._bar.advance(self._task, count)
+    def step(self) -> None:
+        """One more is done."""
+        self._bar.advance(self._task)
 
     def finish(self, **more: Any) -> None:
         """Writes the file that was asked for."""
         if self.options.json:
-            results = {"bench": self._name, "rows": self.rows, **more, "machine": self.facts}
-            report.save(self.options.json, results)
+            about = {"machine": self.facts, "options": vars(self.options)}
+            report.save(
+                self.options.json, {"bench": self._name, "rows": self.rows, **more, **about}
+            )
 
-    def open_raw(
-        self,
-        way: str | None,
-        where: str | None = None,
-        make: Callable[..., Baseline] = Baseline,
-        stack: contextlib.ExitStack | None = None,
-    ) -> Raw:
-        """Starts the raw baseline of a way, for `turns` and `row`. Without a compiler, or if the
-        system refuses its calls, there is none, and the rows say why.
-
-        Args:
-            way: one of baseline.WAYS; None: there is none.
-            where, make: see Baseline.
-            stack: it ends with that, if not with the run.
-        """
-        self._raw = Raw()
-        if self.options.no_baseline or way is None:
-            missing = "--no-baseline" if way else "there is no raw program that does the same"
-            self._raw.says["baseline_missing"] = missing
-            return self._raw
+    def way(self, name: str, make: Callable[[], Baseline], raw: Way | None = None) -> Way:
+        """The way of a program that `make` starts, until the run ends; without a compiler, or if
+        the system refuses its calls, why there is none."""
         try:
             with contextlib.ExitStack() as own:
-                raw = own.enter_context(make(way, self.cores, where))
-                raw.prepare(8, 8)
-                raw.measure(0, 1)
-                (stack or self).enter_context(own.pop_all())
+                player = own.enter_context(make())
+                player.prepare(8, 8)
+                player.measure(0, 1)
+                self.enter_context(own.pop_all())
+                return Way(name, player, raw)
         except BenchError as error:
-            print(f"bench: there is no baseline: {error}", file=sys.stderr)
-            self._raw.says["baseline_missing"] = str(error)
-        else:
-            self._raw = Raw(raw, {"baseline": way})
-        return self._raw
+            print(f"bench: {name}: {error}", file=sys.stderr)
+            return Way(name, reason=str(error).splitlines()[0])
 
-    def turns(
-        self, players: Sequence[Player], out: int, back: int, raws: Sequence[Raw] | None = None
-    ) -> list[list[Figures]]:
-        """The figures of the players, each in all rounds, in turn with the baseline that was opened
-        last, or with `raws`. These move so many bytes there and home."""
-        options = self.options
-        beside = [(raw, raw.player) for raw in raws or [self._raw] if raw.player]
-        for _, player in beside:
-            player.prepare(out, back)
-        found = take_turns(
-            [*(player for _, player in beside), *players],
-            options.rounds,
-            options.seconds,
-            options.iters,
-            done=self.step,
-        )
-        for raw, _ in beside:
-            raw.rounds = found.pop(0)
-        return found
+    def raw(
+        self, transport: str, where: str | None = None, make: Callable[[], Baseline] | None = None
+    ) -> Way:
+        """The raw baseline of a transport, which is started once. `where` is of `program`; `make`
+        starts another one."""
+        name = baseline_of(transport)
+        if self.options.no_baseline or not name:
+            missing = "--no-baseline" if name else "there is no raw program that does the same"
+            return Way("", reason=missing)
+        if (name, where) not in self._raws:
+            made = make or functools.partial(program, name, self.cores, where)
+            self._raws[name, where] = self.way(name, made)
+        return self._raws[name, where]
 
-    def row(
-        self,
-        transport: str,
-        case: Case,
-        measured: Sequence[Figures],
-        raw: Raw | None = None,
-        **more: Any,
-    ) -> dict[str, Any]:
-        """A row of what `turns` gave, beside the baseline that was opened last, or `raw`."""
-        raw = raw or self._raw
-        out, back = sum(case.out), sum(case.back)
-        says = {**raw.says, **more}
-        return report.row(transport, case.op, out, back, measured, raw.rounds, **says)
+    def measure(self, ways: Sequence[Way], case: Case, whole: Case | None = None) -> None:
+        """Measures a case in all ways, in turn with their baselines. What is not fserver moves the
+        bytes of `whole`, if they are others; its pushes need an answer too."""
+        moved = sum((whole or case).out), sum((whole or case).back) or SMALL
+        raws = {id(way.raw): way.raw for way in ways if way.raw}.values()
+        playing = [way for way in (*raws, *ways) if way.player]
+        for way in playing:
+            is_ours = isinstance(way.player, CrewPlayer)
+            way.player.prepare(*([case] if is_ours else moved))
+        how = self.options
+        players = [way.player for way in playing]
+        found = take_turns(players, how.rounds, how.seconds, how.iters, self.step)
+        for way, rounds in zip(playing, found, strict=True):
+            way.rounds = rounds
 
 
-def choose_cores(asked: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Returns the cores of workers and servers, or None if processes cannot be pinned."""
-    if not hasattr(os, "sched_getaffinity"):
-        print(
-            "bench: this system cannot pin processes to cores, so the results will be noisy",
-            file=sys.stderr,
-        )
-        return None
+def choose_cores(asked: tuple[int, int] | None) -> tuple[int, int]:
+    """The cores of workers and servers: those that are asked for, or the first two."""
     usable = sorted(os.sched_getaffinity(0))
     asked = asked or (usable[0], usable[min(1, len(usable) - 1)])
     for core in asked:
@@ -187,18 +140,5 @@ def choose_cores(asked: tuple[int, int] | None) -> tuple[int, int] | None:
 
 def need_gpu() -> None:
     """Raises BenchError if there is no GPU."""
-    import torch
-
     if not torch.cuda.is_available():
         raise BenchError("--device gpu: torch sees no GPU (run `fserver doctor` for the reason)")
-
-
-def _progress() -> Any:
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ImportError:
-        raise BenchError("rich is missing (run pip install 'fserver[bench]')") from None
-    return Progress(
-        console=Console(stderr=True), transient=True, redirect_stdout=sys.stdout.isatty()
-    )

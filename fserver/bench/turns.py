@@ -2,63 +2,71 @@
 else the machine does hits all of them."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any
 
+from . import report
 from .crew import Case, Crew
 from .errors import GaveUpError
 from .report import Figures
 
 
-class Player(Protocol):
-    """One way to move bytes. Its case has been prepared."""
+class CrewPlayer:
+    """Workers and servers of fserver. All players have these methods and `unit`, the number of
+    exchanges that `measure` counts as one."""
 
-    unit: int  # exchanges that `measure` counts as one
+    def __init__(self, crew: Crew, shared: bool = False):
+        self.crew, self.shared, self.unit = crew, shared, 1
+
+    def prepare(self, case: Case) -> None:
+        """The case of the next rounds. Other players are given the bytes there and home."""
+        self.unit = case.unit
+        self.crew.all("prepare", dataclasses.replace(case, shared=self.shared))
 
     def check(self, seed: int) -> None:
         """Outside of the timed part: exchanges that are compared byte by byte."""
+        self.crew.all("verify", seed)
 
     def measure(self, warmup: int, count: int) -> Figures:
-        """One round of `count` times `unit` timed exchanges; p50_us is of a single one."""
-
-
-class CrewPlayer:
-    """Workers and servers of fserver."""
-
-    def __init__(self, crew: Crew):
-        self._crew = crew
-        self.unit = 1
-
-    def prepare(self, case: Case) -> None:
-        """The case of the next rounds."""
-        self.unit = case.unit
-        self._crew.all("prepare", case)
-
-    def check(self, seed: int) -> None:
-        self._crew.all("verify", seed)
-
-    def measure(self, warmup: int, count: int) -> Figures:
-        """Of the slowest process, if several hold workers."""
-        results = self._crew.workers("measure", warmup, count)
+        """One round; p50_us is of a single exchange, of the slowest process with workers."""
+        results = self.crew.workers("measure", warmup, count)
         return max(results, key=lambda figures: figures["p50_us"])
 
 
+@dataclasses.dataclass
+class Way:
+    """One of what is compared: its player, or the reason why there is none; the raw way that it is
+    compared with; and what was measured last."""
+
+    name: str
+    player: Any = None
+    raw: "Way | None" = None
+    reason: str | None = None
+    rounds: list[Figures] = dataclasses.field(default_factory=list)
+
+    def row(self, case: Case) -> dict[str, Any]:
+        """Its row of a table."""
+        raw, moved = self.raw or Way(""), (sum(case.out), sum(case.back))
+        return {
+            **report.row(self.name, case.op, *moved, self.rounds, raw.rounds),
+            "baseline": raw.name if raw.player else None,
+            "baseline_missing": raw.reason,
+            "skipped": self.reason or getattr(self.player, "reason", None),
+        }
+
+
 def take_turns(
-    players: Sequence[Player],
+    players: Sequence[Any],
     rounds: int,
     seconds: float,
     iters: int | None = None,
     done: Callable[[], None] = lambda: None,
 ) -> list[list[Figures]]:
     """Measures all players in turn; gives the figures of each one's rounds: none of one that raised
-    GaveUpError.
-
-    Args:
-        seconds: about how long a round of one player is.
-        iters: exchanges of a round instead, in the largest unit of the players.
-        done: called after each round of all.
-    """
-    largest = max(player.unit for player in players)
+    GaveUpError. A round of one player takes about so many seconds, or has `iters` exchanges, in the
+    largest unit of the players. `done` is called after each round of all."""
+    largest = max((player.unit for player in players), default=1)
     counts: dict[int, int] = {}  # of those that have not given up
     results: list[list[Figures]] = [[] for _ in players]
     for i, player in enumerate(players):

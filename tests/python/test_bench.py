@@ -7,17 +7,18 @@ import os
 import random
 import subprocess
 import sys
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 
 import pytest
 import torch
 from bench_fakes import corrupting_node, written
 
 from fserver import bench
-from fserver.bench import af, fanin, options, pingpong, report, threads, turns
+from fserver.bench import af, fanin, options, pingpong, report, turns
 from fserver.bench.crew import Case, Nodes
-from fserver.bench.errors import BenchError, GaveUpError, WrongDataError
-from fserver.bench.run import Raw, Run, choose_cores
+from fserver.bench.errors import GaveUpError, WrongDataError
+from fserver.bench.run import Run, choose_cores
+from fserver.bench.turns import Way
 
 
 def test_percentile_is_nearest_rank():
@@ -50,12 +51,12 @@ def test_interval_has_the_median_at_least_19_times_in_20(count):
     ("text", "count"),
     [("64", 64), ("4K", 4096), ("4KiB", 4096), ("1m", 1 << 20), ("64 MB", None), ("2G", 2 << 30)],
 )
-def test_parse_size(text, count):
+def test_size(text, count):
     if count is None:
-        with pytest.raises(ValueError, match="want a number of bytes"):
-            report.parse_size(text)
+        with pytest.raises(ArgumentTypeError, match="want 8 bytes or more, with K, M or G"):
+            options.size(text)
     else:
-        assert report.parse_size(text) == count
+        assert options.size(text) == count
 
 
 def test_show_size():
@@ -67,25 +68,24 @@ def test_row_takes_medians_over_rounds():
     measured = [{"iters": 50, "p50_us": p, "p99_us": 2 * p} for p in (12.0, 90.0, 10.0)]
     raw_rounds = [{"p50_us": p, "p99_us": 3 * p} for p in (8.0, 7.0, 10.0)]
     moved = "push_pull", 3000, 3000
-    row = report.row("tcp", *moved, measured, raw_rounds, baseline="raw tcp", servers=2)
+    row = report.row("tcp", *moved, measured, raw_rounds)
     assert row["p50_us"] == 12 and row["p99_us"] == 24
     assert row["baseline_p50_us"] == 8 and row["baseline_p99_us"] == 24
     assert row["ratio"] == 1.5
     assert row["gbps"] == 0.5 and row["baseline_gbps"] == 0.75
     assert row["p50_us_rounds"] == [12, 90, 10] and row["rounds"] == 3 and row["iters"] == 50
-    assert row["baseline"] == "raw tcp" and row["servers"] == 2
     cells = report.line(report.COLUMNS, row).split()
     assert cells[:2] == ["tcp", "push_pull"] and cells[-1] == "1.50"
     assert len(report.header(report.COLUMNS)) == len(report.line(report.COLUMNS, row))
 
-    alone = report.row("tcp", "push", 64, 0, measured, baseline_missing="no compiler")
+    case, missing = Case("push", (64,)), Way("raw tcp", reason="no compiler")
+    alone = Way("tcp", "player", missing, rounds=measured).row(case)
     assert alone["ratio"] is None and alone["baseline_p50_us"] is None
     assert alone["baseline"] is None and alone["baseline_missing"] == "no compiler"
     assert report.line(report.COLUMNS, alone).split()[-1] == "-"
 
-    skipped = report.row("cma", "push", 64, 0, skipped="no such thing", place="local")
-    assert skipped["p50_us"] is None and skipped["place"] == "local"
-    assert skipped.keys() == alone.keys() | {"place"}
+    skipped = Way("cma", reason="no such thing").row(case)
+    assert skipped["p50_us"] is None and skipped.keys() == alone.keys()
     assert report.line(report.COLUMNS, skipped).endswith("skipped: no such thing")
 
 
@@ -111,16 +111,18 @@ RAW = {"one": 10.0, "two": 20.0}
 
 
 def test_several_raw_baselines_take_turns():
-    """A row has the one that it asks for, or the one that was opened last."""
+    """A row has the one that it asks for."""
     case, seen = Case("push", (64,)), []
     with Run("test", asked()) as run:
-        one, two = (Raw(Recorder(name, seen, us), {"baseline": name}) for name, us in RAW.items())
-        (found,) = run.turns([Recorder("ours", seen, 30.0)], 64, 8, [one, two])
-        assert [name for name, what, _ in seen if what == "measure"] == ["one", "two", "ours"] * 2
-        rows = [run.row("tcp", case, found, raw) for raw in (one, two, None)]
+        one, two = (Way(name, Recorder(name, seen, us)) for name, us in RAW.items())
+        ours = [Way("tcp", Recorder("ours", seen, 30.0), raw) for raw in (one, two, None)]
+        run.measure(ours, case)
+        order = [name for name, what, _ in seen if what == "measure"]
+        assert order == ["one", "two", "ours", "ours", "ours"] * 2
+        rows = [way.row(case) for way in ours]
     assert [row["ratio"] for row in rows] == [3.0, 1.5, None]
     assert [row["baseline"] for row in rows] == ["one", "two", None]
-    assert one.player.moved == two.player.moved == (64, 8)
+    assert one.player.moved == two.player.moved == (64, 64)  # a push needs an answer
 
 
 @pytest.mark.parametrize("missing", ["psutil", "rich"])
@@ -129,23 +131,22 @@ def test_packages_that_are_missing(missing, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, f"{missing}.console", raising=False)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert bench.main(["pingpong"]) == 1
-    text = f"bench: {missing} is missing (run pip install 'fserver[bench]')\n"
-    assert capsys.readouterr().err.endswith(text)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert missing in last and last.endswith(" (run pip install 'fserver[bench]')")
 
 
-def test_says_which_build(tmp_path, monkeypatch):
-    """The commit of a source tree, or of the bundle it has come in; of neither the version."""
-    monkeypatch.setattr(report, "__file__", str(tmp_path / "fserver/bench/report.py"))
-    version = report._own()
+def test_says_which_build(tmp_path):
+    """The commit of a source tree, or of the bundle it has come in."""
+    assert report.commit(tmp_path) is None
     (tmp_path / "build").mkdir()
     (tmp_path / "build/commit").write_text("12ab34c\n")
-    assert report._own() == f"{version} (12ab34c)"
+    assert report.commit(tmp_path) == "12ab34c"
     git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b.c"]
     subprocess.run([*git, "init", "-q"], check=True)
-    assert report._own() == version  # nothing is committed
+    assert report.commit(tmp_path) is None  # nothing is committed
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "one"], check=True)
     commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    assert report._own() == f"{version} ({commit.stdout.strip()})"
+    assert report.commit(tmp_path) == commit.stdout.strip()
 
 
 def test_parts_add_up():
@@ -158,9 +159,7 @@ def test_parts_add_up():
 
 def test_fit():
     line = fanin.fit([(n, 10 + 5.0 * n) for n in (1, 2, 4, 8, 40)])
-    assert line["fixed_us"] == 10 and line["per_group_us"] == 5 and line["r2"] == 1
-    assert line["exponent"] < 1
-    assert fanin.fit([(n, 3.0 * n**2) for n in (1, 2, 4, 8)])["exponent"] == 2
+    assert line == {"fixed_us": 10, "per_group_us": 5}
 
 
 class Recorder:
@@ -220,18 +219,17 @@ def test_units_are_counted():
     ("argv", "text"),
     [
         (["pingpong", "--sizes", "4"], "want 8 bytes or more"),
-        (["pingpong", "--sizes", "many"], "want a number of bytes"),
+        (["pingpong", "--sizes", "many"], "want 8 bytes or more, with K"),
         (["pingpong", "--sizes", "64:4"], "want 8 bytes or more"),
-        (["pingpong", "--sizes", "64:"], "want a number of bytes"),
+        (["pingpong", "--sizes", "64:"], "want 8 bytes or more"),
         (["pingpong", "--ops", "push,pop"], "'pop': want some of push, pull, push_pull"),
         (["pingpong", "--rounds", "0"], "'0': want a whole number, 1 or more"),
         (["pingpong", "--cores", "0"], "want two core numbers, A,B"),
         (["pingpong", "--seconds", "0"], "'0': want seconds, more than 0"),
-        (["pingpong", "--places", "here"], "'here': want some of local, remote, joint"),
+        (["pingpong", "--places", "here"], "'here': want some of local, remote"),
         (["pingpong", "--device", "tpu"], "'tpu': want some of cpu, gpu"),
         (["pingpong", "--role", "server"], "--scheduler and --role: give both, or neither"),
         (["pingpong", "--shared", "--device", "gpu"], "--shared: want --places local and --device"),
-        (["af", "--in-flight", "4"], "want at most --stages 3"),
         (["af", "--layers", "2000"], "want at most 4096"),
         (["fanin", "--groups", "0"], "'0': want a whole number, 1 or more"),
         (
@@ -249,7 +247,7 @@ def test_wrong_options(argv, text, capsys):
 
 
 @pytest.mark.parametrize("name", bench.BENCHMARKS)
-def test_files_that_cannot_be_written(name, tmp_path, monkeypatch, capsys):
+def test_files_that_cannot_be_written(name, tmp_path, capsys):
     """Before anything is done."""
     argv = [name, *(["af", "--dry"] if name == "graph" else [])]
 
@@ -261,26 +259,20 @@ def test_files_that_cannot_be_written(name, tmp_path, monkeypatch, capsys):
         return err.partition(f"error: argument {option}: {str(path)!r}: ")[2].strip()
 
     lost = tmp_path / "no" / "where.json"
-    told = f"the folder {str(lost.parent)!r} does not exist: create it, or give another file"
-    assert refused("--json", lost) == told
-    assert refused("--json", tmp_path) == "want the name of a file"
-    assert refused("--json", "") == "want the name of a file"
-    (tmp_path / "old.json").write_text("kept")
-    monkeypatch.setattr(os, "access", lambda path, mode: path not in map(str, closed))
-    told = "not writable: change its permissions, or give another file"
-    closed = [tmp_path / "old.json"]
-    assert refused("--json", tmp_path / "old.json") == told
-    closed = [tmp_path]
-    assert refused("--json", tmp_path / "new.json") == told
-    assert options.output(str(tmp_path / "old.json")) == str(tmp_path / "old.json")
-    assert [(f.name, f.read_text()) for f in tmp_path.iterdir()] == [("old.json", "kept")]
+    want = "want a file that can be written"
+    assert refused("--json", lost) == f"No such file or directory: {want}"
+    assert refused("--json", tmp_path) == f"Is a directory: {want}"
+    assert refused("--json", "") == f"No such file or directory: {want}"
+    old = tmp_path / "old.json"
+    old.write_text("kept")
+    assert options.output(str(old)) == str(old) and old.read_text() == "kept"
 
 
 def test_a_disk_that_is_full(capsys):
     argv = ["--sizes", "64", "--ops", "push", "--iters", "9", "--rounds", "1", "--no-baseline"]
     assert bench.main(["pingpong", *argv, "--json", "/dev/full"]) == 1
     assert capsys.readouterr().err.endswith(
-        "bench: --json /dev/full: No space left on device: free some space, or give another file\n"
+        "bench: --json /dev/full: No space left on device (give another file)\n"
     )
 
 
@@ -303,39 +295,10 @@ def test_gpus_that_are_not_there(monkeypatch, capsys):
     assert err == "bench: --device gpu: torch sees no GPU (run `fserver doctor` for the reason)\n"
 
 
-def test_threads(tmp_path, capsys):
-    path = tmp_path / "threads.json"
-    argv = ["threads", "--iters", "50", "--rounds", "2", "--json", str(path)]
-    assert bench.main([*argv, "--transport", "auto"]) == 0
-    assert "an exchange of two threads takes" in capsys.readouterr().out
-    found = json.loads(path.read_text())
-    assert [row["threads"] for row in found["rows"]] == [1, 2] and found["ratio"] > 0
-
-
-@pytest.mark.parametrize(
-    ("beside", "text"),
-    [("links", "a thread that calls links()"), ("doctor", "`fserver doctor --json`, again")],
-)
-def test_threads_beside_something(beside, text, tmp_path, capsys):
-    path = tmp_path / "threads.json"
-    argv = ["--beside", beside, "--iters", "50", "--rounds", "1", "--json", str(path)]
-    assert bench.main(["threads", *argv]) == 0
-    assert f"an exchange beside {text}" in capsys.readouterr().out
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["threads"] for row in rows] == [1, beside]
-    assert all(row["per_exchange_us"] > 0 for row in rows)
-
-
-def test_threads_beside_a_doctor_that_fails(monkeypatch):
-    monkeypatch.setattr(threads, "DOCTOR", [sys.executable, "-c", "raise SystemExit('no way')"])
-    with pytest.raises(BenchError, match="fserver doctor ended with status 1: no way"):
-        threads.main(["--beside", "doctor", "--iters", "50", "--rounds", "1"])
-
-
 def test_af(tmp_path, capsys):
     path = tmp_path / "rows.json"
     argv = ["--layers", "4", "--bytes", "1K", "--back-bytes", "2K", "--tensors", "3"]
-    argv += ["--back-tensors", "2", "--workers", "2", "--servers", "2", "--in-flight", "2"]
+    argv += ["--back-tensors", "2", "--workers", "2", "--servers", "2"]
     argv += ["--rounds", "1", "--iters", "2", "--json", str(path)]
     assert bench.main(["af", *argv]) == 0
     assert "the application, until it calls respond" in capsys.readouterr().out
@@ -346,30 +309,19 @@ def test_af(tmp_path, capsys):
     assert row["of_budget"] == pytest.approx(row["p50_us"] / 273, abs=0.001)
     assert row["parts_us"].keys() == af.PARTS.keys()
     assert all(us >= 0 for us in row["parts_us"].values())
-    # With two under way a request waits for the one before it, inside of these parts.
-    assert sum(row["parts_us"].values()) < 3 * row["p99_us"]
+    assert sum(row["parts_us"].values()) < row["p99_us"]
 
 
 def test_fanin(tmp_path, capsys):
     path = tmp_path / "rows.json"
-    argv = ["--groups", "1,3,5", "--processes", "2", "--rounds", "1", "--iters", "20"]
+    argv = ["--groups", "1,3,5", "--rounds", "1", "--iters", "20"]
     assert bench.main(["fanin", *argv, "--json", str(path)]) == 0
     assert "time of a batch = " in capsys.readouterr().out
     rows = written(path, "fanin")
     assert [row["groups"] for row in rows] == [1, 3, 5]
     for row in rows:
         assert row["per_request_us"] == pytest.approx(row["p50_us"] / row["groups"], abs=0.001)
-    assert json.loads(path.read_text())["fit"].keys() >= {"per_group_us", "r2", "exponent"}
-
-
-def test_idle_groups_beside(tmp_path):
-    path = tmp_path / "rows.json"
-    argv = ["--idle", "2", "--rounds", "2", "--iters", "50", "--json", str(path)]
-    assert bench.main(["fanin", *argv]) == 0
-    rows = written(path, "fanin")
-    assert [(row["groups"], row["idle"], row["iters"]) for row in rows] == [(1, 0, 50), (1, 2, 50)]
-    ratio = json.loads(path.read_text())["idle_ratio"]
-    assert ratio == pytest.approx(rows[1]["p50_us"] / rows[0]["p50_us"], abs=0.001)
+    assert json.loads(path.read_text())["fit"].keys() == {"fixed_us", "per_group_us"}
 
 
 @pytest.mark.parametrize(
@@ -379,7 +331,6 @@ def test_idle_groups_beside(tmp_path):
         (pingpong, ["--sizes", "64", "--transport", "tcp,cma", "--shared"]),
         (af, ["--layers", "2", "--bytes", "1K", "--back-bytes", "1K", "--no-baseline"]),
         (fanin, ["--groups", "3", "--no-baseline"]),
-        (fanin, ["--idle", "1", "--no-baseline"]),
     ],
 )
 def test_all_see_wrong_bytes(benchmark, argv):

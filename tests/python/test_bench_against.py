@@ -3,14 +3,13 @@
 import json
 import statistics
 import sysconfig
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from fserver import _loader, bench
 from fserver.bench import against
-from fserver.bench.errors import BenchError
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW = """
@@ -52,8 +51,7 @@ def test_slower_is_what_lies_wholly_above_the_limit(capsys):
     assert not capsys.readouterr().err
     assert against.judge(options, [*good, {**row, "ratio_low": 1.031, "ratio_high": 1.5}]) == 1
     assert capsys.readouterr().err == (
-        "bench: slower than /that: cma, push, 4 KiB out, 0 B back: 1.060 times (95%: 1.031 to "
-        "1.500; the limit is 1.03)\n"
+        "bench: slower than /that: cma, push, 4096 B out, 0 B back: 1.060 times\n"
     )
 
 
@@ -65,13 +63,12 @@ def test_each_build_is_measured_by_its_own_package(slow, tmp_path, monkeypatch, 
     assert bench.main(argv) == 1
     out, err = capsys.readouterr()
     lines = out.splitlines()
-    assert lines[1].startswith(f"against {ROOT}") and "95 % from" in lines[2] and len(lines) == 4
+    assert "95 % from" in lines[1] and len(lines) == 3
     assert f"bench: slower than {ROOT}: cma, push_pull, 64 B out, 64 B back: " in err
     got = json.loads(path.read_text())
-    assert got["machine"]["against"].startswith(str(ROOT))
     assert [row["transport"] for row in got["rows"]] == ["cma"]
     for row in got["rows"]:
-        assert row["baseline"] == str(ROOT) and row["baseline_p50_us"] < row["p50_us"]
+        assert row["baseline"].startswith(str(ROOT)) and row["baseline_p50_us"] < row["p50_us"]
         assert min(row["p50_us_rounds"]) >= 30_000  # a sleep is never shorter
         ratios = [
             ours / its
@@ -85,11 +82,12 @@ def test_each_build_is_measured_by_its_own_package(slow, tmp_path, monkeypatch, 
 
 
 def test_a_checkout_that_cannot_be_measured(slow, capsys):
-    with pytest.raises(ArgumentTypeError, match="it has no fserver/__init__.py"):
+    with pytest.raises(_loader.LoadError, match="it has not been built"):
         against.checkout(str(slow / "fserver"))
     argv = ["pingpong", "--against", str(slow)]
-    with pytest.raises(BenchError, match="--rounds 5: want 6 or more"):
-        against.check(slow, 5)
+    with pytest.raises(SystemExit):
+        bench.main([*argv, "--rounds", "5"])
+    assert "want --rounds 6 or more" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         bench.main([*argv, "--beside", "gloo"])
     text = "--against: want --places local, one --device, no --beside, no --shared"

@@ -44,7 +44,7 @@ def way(request, tmp_path, monkeypatch):
 @needs_compiler
 @pytest.mark.parametrize("way", baseline.WAYS, indirect=True)
 def test_baseline(way):
-    with baseline.Baseline(way[0], None, way[1]) as raw_echo:
+    with baseline.program(way[0], None, way[1]) as raw_echo:
         raw_echo.prepare(4096, 64)
         figures = raw_echo.measure(10, 200)
         assert figures["iters"] == 200
@@ -68,12 +68,12 @@ def test_baseline(way):
 @needs_compiler
 @pytest.mark.parametrize("way", ["raw gpu"], indirect=True)
 def test_baseline_between_gpus_says_what_is_wrong(way, monkeypatch):
-    with baseline.Baseline(way[0], None, "0,2") as raw_echo:
+    with baseline.program(way[0], None, "0,2") as raw_echo:
         raw_echo.prepare(64, 64)
         with pytest.raises(BenchError, match="rawgpu: there is no GPU 2"):
             raw_echo.measure(0, 1)
     monkeypatch.setenv("FAKECUDA_LOSE", "1")
-    with baseline.Baseline(way[0], None, way[1]) as raw_echo:
+    with baseline.program(way[0], None, way[1]) as raw_echo:
         raw_echo.prepare(64, 64)
         with pytest.raises(BenchError, match="rawgpu: iteration 6: got the data of 0"):
             raw_echo.measure(0, 5)
@@ -82,7 +82,7 @@ def test_baseline_between_gpus_says_what_is_wrong(way, monkeypatch):
 @needs_compiler
 @pytest.mark.parametrize("way", baseline.WAYS, indirect=True)
 def test_baseline_ends_when_its_server_dies(way):
-    with baseline.Baseline(way[0], None, way[1]) as raw_echo:
+    with baseline.program(way[0], None, way[1]) as raw_echo:
         raw_echo.prepare(64, 64)
         raw_echo.measure(0, 5)
         (server_pid,) = children(raw_echo._process.pid)
@@ -121,7 +121,7 @@ def connecting(port, token="the right token", program=None):
     """The end that connects."""
     program = program or baseline.compiled("rawecho.c")
     command = [str(program), "connect", "127.0.0.1", port, "-1"]
-    return baseline.Baseline("raw tcp", command=command, variables={remote.TOKEN: token})
+    return baseline.Baseline("raw tcp", command, **{remote.TOKEN: token})
 
 
 def connected(port: str) -> socket.socket:
@@ -207,9 +207,9 @@ def test_baseline_says_what_is_missing(monkeypatch, tmp_path, capsys):
     (tmp_path / "rawecho.c").write_text("int main(void) { return undeclared; }\n")
     monkeypatch.setenv("CC", "no-such-compiler")
     with Run("test", Namespace(no_baseline=False, cores=None, json=None)) as run:
-        raw = run.open_raw("raw tcp")
-        assert raw.player is None and "no-such-compiler" in raw.says["baseline_missing"]
-        assert "there is no baseline: no-such-compiler" in capsys.readouterr().err
+        raw = run.raw("tcp")
+        assert raw.player is None and "no-such-compiler" in raw.reason
+        assert "bench: raw tcp: no-such-compiler" in capsys.readouterr().err
         if shutil.which("cc"):
             monkeypatch.setenv("CC", "cc")
             with pytest.raises(BenchError, match="undeclared"):
@@ -218,9 +218,9 @@ def test_baseline_says_what_is_missing(monkeypatch, tmp_path, capsys):
         assert list(cache.iterdir()) == []
         if shutil.which("cc"):
             (tmp_path / "rawecho.c").write_text("int main(void) { return 3; }\n")
-            raw = run.open_raw("raw tcp")
+            raw = run.raw("tcp", "here")
             missing = "the baseline raw tcp ended with status 3"
-            assert raw.player is None and raw.says["baseline_missing"].startswith(missing)
+            assert raw.player is None and raw.reason.startswith(missing)
     cache.chmod(0o777)
     with pytest.raises(BenchError, match="others may write to it"):
         baseline.compiled("rawecho.c")

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe as socket_pipe
 from multiprocessing import forkserver
 from multiprocessing.connection import Listener
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_parts_see_one_wrong_byte():
 
 def test_parts_see_old_data():
     for op in ("pull", "push_pull"):
-        with pytest.raises(WrongDataError, match="exchange 4 brought the answer to 3"):
+        with pytest.raises(WrongDataError, match="exchange 4 brought the data of 3"):
             play(RepeatingServer, op, ("run", 3), ("run", 1))
 
 
@@ -86,29 +87,35 @@ def test_a_fork_server_that_is_killed(monkeypatch, capsys):
     os.kill(forkserver._forkserver._forkserver_pid, signal.SIGSTOP)
     monkeypatch.setattr(forkserver, "read_signed", killing)
     assert bench.main(["pingpong", "--sizes", "64", "--no-baseline"]) == 1
-    text = "bench: the worker cannot be started: the fork server of multiprocessing has ended ("
+    text = "bench: the worker cannot be started: EOFError("
     assert text in capsys.readouterr().err
 
 
 def said(*messages):
-    """A peer of each message that has been received from it."""
+    """A crew of a peer for each message, which has been received from it."""
     made = []
     for i, message in enumerate(messages):
         ours, theirs = socket_pipe()
         theirs.send(message)
-        made.append(crew.Peer(crew.Member(f"worker {i}", "", "worker"), ours))
+        ended = Mock(is_alive=lambda: False)
+        made.append(crew.Peer(crew.Member(f"worker {i}", "", "worker"), ours, ended))
     return crew.Crew(made)
 
 
+def said_ok(*values):
+    return [(None, value, None) for value in values]
+
+
 def test_wrong_data_comes_before_other_failures():
-    lost, wrong = ("failed", ("worker 1 is gone", "worker 1 is gone")), ("wrong", "byte 3")
-    assert said(("ok", 1), ("ok", 2)).results() == [1, 2]
+    lost = BenchError, "failed: worker 1 is gone", "worker 1 is gone"
+    wrong, (one, two) = (WrongDataError, "received wrong data: byte 3", None), said_ok(1, 2)
+    assert said(one, two).results() == [1, 2]
     with pytest.raises(WrongDataError, match="the worker 1 received wrong data: byte 3"):
         said(lost, wrong).results()
     with pytest.raises(BenchError, match="(?s)the worker 0 failed: .*the worker 1 failed: "):
         said(lost, lost).results()
     with pytest.raises(BenchError, match="the worker 0 failed: worker 1 is gone$"):
-        said(lost, ("ok", 1)).results()
+        said(lost, one).results()
 
 
 STAYS = """
@@ -132,15 +139,7 @@ for name in ("worker", "server"):
     peers.append(crew.Peer(crew.Member(name, "", name), ours, process))
     print(process.pid)
 process.kill = lambda: None  # the server, which the kernel does not let go
-try:
-    with crew.ending(peers):
-        raise ZeroDivisionError
-except ZeroDivisionError as error:
-    print(type(error).__name__)
-try:
-    crew.end_all(peers[1:], 0)
-except crew.BenchError as error:
-    print(error)
+crew.Crew(peers).close(0)
 """
 
 
@@ -155,14 +154,13 @@ def test_a_process_that_cannot_be_killed():
     )
     try:
         out, err = parent.communicate(timeout=60)
-        killed, stayed, failed, told = out.splitlines()
+        killed, stayed = out.splitlines()
         assert not os.path.exists(f"/proc/{killed}")
         os.kill(int(stayed), 0)
     finally:
         os.killpg(parent.pid, signal.SIGKILL)
-    text = f"the server (pid {stayed}) has not ended 2 s after SIGKILL, because the kernel holds it"
-    assert told.startswith(text) and f"/proc/{stayed}/stack" in told
-    assert failed == "ZeroDivisionError" and err.startswith(f"bench: {text}")
+    text = f"the server (pid {stayed}) has not ended 2 s after SIGKILL: the kernel holds it"
+    assert err.startswith(f"bench: {text}") and f"/proc/{stayed}/stack" in err
     assert parent.returncode == 1
 
 

@@ -21,11 +21,11 @@ from bench_fakes import (
 )
 
 from fserver import bench
-from fserver.bench import baseline, pingpong, run, turns
-from fserver.bench.crew import Nodes
+from fserver.bench import baseline, pingpong, run
+from fserver.bench.crew import Crew, Nodes
 from fserver.bench.errors import BenchError, GaveUpError, WrongDataError
 from fserver.bench.host import own_address
-from fserver.bench.options import PLACES, exchanges
+from fserver.bench.options import exchanges
 
 
 def test_cases():
@@ -35,8 +35,6 @@ def test_cases():
         ("pull", (64,), (8192,)),
         ("push_pull", (4096,), (8192,)),
     ]
-    answered = [pingpong._moved(c) for c in pingpong.cases([(4096, 8192)], list(pingpong.OPS))]
-    assert answered == [(4096, 64), (64, 8192), (4096, 8192)]
     assert exchanges("64,4K:8K") == [(64, 64), (4096, 8192)]
     keys = [c.key for c in pingpong.cases([(64, 64), (4096, 4096)], ["push", "pull"])]
     assert len(set(keys)) == 4
@@ -125,8 +123,11 @@ def test_inside_a_host(tmp_path):
 def test_shared_tensors_are_shared(monkeypatch):
     """Only those of the second pair."""
     seen = []
-    monkeypatch.setattr(turns.CrewPlayer, "prepare", lambda self, case: seen.append(case.shared))
-    monkeypatch.setattr(run.Run, "turns", lambda self, players, *_: [[] for _ in players])
+    monkeypatch.setattr(
+        Crew, "all", lambda self, method, *cases: seen.extend(c.shared for c in cases)
+    )
+    monkeypatch.setattr(Crew, "transport", lambda self: "cma")
+    monkeypatch.setattr(run, "take_turns", lambda players, *_: [[] for _ in players])
     argv = ["--sizes", "64,4K", "--ops", "push", "--transport", "cma", "--shared", "--no-baseline"]
     assert pingpong.main(argv) == 0
     assert seen == [False, True] * 2
@@ -147,12 +148,12 @@ def test_a_program_in_cpp_that_fails(monkeypatch, tmp_path):
 def test_the_program_in_cpp():
     command = [str(baseline.compiled("cppecho.cc")), "-1", "-1"]
     settings = {"FSERVER_TRANSPORT": "pigeon"}
-    with baseline.Baseline("C++", command=command, variables=settings) as failing:
+    with baseline.Baseline("C++", command, **settings) as failing:
         failing.prepare(64, 64)
         with pytest.raises(BenchError, match='FSERVER_TRANSPORT="pigeon"'):
             failing.measure(1, 1)
     settings = {"FSERVER_TRANSPORT": "tcp"}
-    with baseline.Baseline("C++", command=command, variables=settings) as right:
+    with baseline.Baseline("C++", command, **settings) as right:
         right.prepare(64, 32)  # not an echo
         assert right.measure(1, 5)["iters"] == 5
 
@@ -160,12 +161,12 @@ def test_the_program_in_cpp():
 def test_places_and_devices(tmp_path, capsys):
     path = tmp_path / "rows.json"
     argv = ["--sizes", "64", "--rounds", "1", "--iters", "10", "--json", str(path)]
-    argv += ["--places", ",".join(PLACES), "--device", "cpu,gpu", "--beside", "none"]
+    argv += ["--places", ",".join(pingpong.PLACES), "--device", "cpu,gpu", "--beside", "none"]
     assert bench.main(["pingpong", *argv, "--ops", "push,push_pull"]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["place", "device", "transport"]
     rows = written(path, "pingpong")
     assert [(r["place"], r["op"]) for r in rows if r["device"] == "cpu"] == [
-        (place, op) for place in PLACES for op in ("push", "push_pull")
+        (place, op) for place in pingpong.PLACES for op in ("push", "push_pull")
     ]
     for row in rows:
         if row["device"] == "gpu" and not torch.cuda.is_available():
@@ -209,7 +210,7 @@ def test_two_hosts_where_the_other_has_no_compiler(tmp_path, port, capsys):
     (row,) = written(path, "pingpong")
     assert row["p50_us"] > 0 and row["ratio"] is None
     assert row["baseline_missing"].startswith("the host of the server: no-such-compiler: not found")
-    assert "there is no baseline: the host of the server" in capsys.readouterr().err
+    assert "bench: raw tcp: the host of the server" in capsys.readouterr().err
 
 
 class GpuCrew:
@@ -229,32 +230,23 @@ class GpuCrew:
 
 
 def test_on_gpus(monkeypatch, tmp_path):
-    """Which raw program, which libraries, and the row of the copy engine."""
+    """Which raw program, and which libraries."""
     opened = []
     path = tmp_path / "rows.json"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(pingpong, "_pair", lambda *_: nullcontext(GpuCrew()))
-    monkeypatch.setattr(run.Run, "open_raw", lambda *args: opened.append(args[1:3]) or run.Raw())
+    monkeypatch.setattr(run.Run, "raw", lambda *args: opened.append(args[1:3]))
     beside = [Namespace(way=way, reason="not here", unit=1) for way in pingpong.rivals.ON_GPUS]
     for one in beside:
         one.prepare = lambda *_: None
         one.check = lambda _: (_ for _ in ()).throw(GaveUpError("not here"))
     asked = []
     monkeypatch.setattr(pingpong.rivals, "beside", lambda *args: asked.append(args) or beside)
-    wire = {"iters": 9, "p50_us": 1000.0, "p99_us": 2000.0}
-    monkeypatch.setattr(pingpong.rivals, "wire", lambda gpus: wire)
     argv = ["--device", "gpu", "--sizes", "4M", "--ops", "push_pull", "--rounds", "2"]
     assert pingpong.main([*argv, "--iters", "5", "--json", str(path)]) == 0
-    assert opened == [("raw gpu", "0,1")]
+    assert opened == [("cudaipc", "0,1")]
     assert asked[0][1:4] == ([*pingpong.rivals.ON_GPUS], (0, 1), 4 << 20)
-    ours, *others, wired = written(path, "pingpong")
+    ours, *others = written(path, "pingpong")
     assert (ours["transport"], ours["p50_us"], ours["device"]) == ("cudaipc", 20.0, "gpu")
     assert [row["transport"] for row in others] == [*pingpong.rivals.ON_GPUS]
     assert all(row["skipped"] == "not here" and row["p50_us"] is None for row in others)
-    assert (wired["transport"], wired["p50_us"], wired["p99_us"]) == ("wire", 125.0, 250.0)
-
-
-def test_one_gpu_has_no_wire(capsys):
-    way = pingpong._made("wire", None, lambda: pingpong.Wire((0, 0)))
-    assert way.player is None and way.reason == "it takes two GPUs, and there is one"
-    assert "bench: wire: it takes two GPUs" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fserver import bench
-from fserver.bench import baseline, team
+from fserver.bench import baseline, crew
 from fserver.bench.errors import BenchError
 from fserver.bench.graph import trips
 
@@ -101,7 +101,7 @@ def planned(monkeypatch, *work, limit=20.0):
 
 
 def test_what_fails_of_others_is_skipped_and_the_rest_goes_on(path, monkeypatch, capsys):
-    monkeypatch.setattr(team, "PARTING_S", 0.5)
+    monkeypatch.setattr(crew, "PARTING_S", 0.5)
     first, second = {"how": "graph x20", "by": "nccl"}, {"how": "enqueued x20", "by": "nccl"}
     mine = {"mode": "copy", "how": "graph x20"}
     work = (failing, first), (good, first), (dying, second), (good, mine), (good, mine)
@@ -116,7 +116,7 @@ def test_what_fails_of_others_is_skipped_and_the_rest_goes_on(path, monkeypatch,
 
 def test_a_side_that_fails_ends_one_that_hangs(path, monkeypatch):
     """Not after the limit, but soon."""
-    monkeypatch.setattr(team, "PARTING_S", 0.5)
+    monkeypatch.setattr(crew, "PARTING_S", 0.5)
     planned(monkeypatch, (stuck, {"how": "graph x20", "by": "nccl"}), limit=900.0)
     assert run(path)[1][0]["skipped"] == "LookupError: nothing here"
 
