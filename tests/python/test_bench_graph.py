@@ -168,8 +168,8 @@ def hoarding(side, **what):
     class Hoard(on_graphs.Model):
         kept = []
 
-        def check(self):
-            super().check()
+        def meet(self):
+            super().meet()
             self.kept += [object() for _ in range(1000)]
 
     on_graphs.Model = Hoard

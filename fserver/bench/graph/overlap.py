@@ -27,7 +27,7 @@ class Pauses(Traffic):
     """No traffic, but as many pauses as the traffic has round trips: shows the error of the
     measurement."""
 
-    def body(self, talk: bool = True) -> None:
+    def body(self) -> None:
         for _ in range(self.layers):
             torch.cuda._sleep(PAUSE)
 
@@ -103,8 +103,7 @@ def overlap(
             if not side.dry:
                 t.main.wait_event(marks[number * BLOCKS])
             traffic.append(t.run(replays))
-    side.sync()
-    t.check()
+    t.meet()
     with torch.cuda.stream(t.main):
         wrong = t.wrong()
     wrong += t.checked()

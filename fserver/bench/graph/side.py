@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..team import SideActor
-
-LIMIT_S = 60.0  # for another side
 
 
 class _Mark:
@@ -38,13 +34,11 @@ class GraphSide(SideActor):
         *where, self.dry, self._turns = args
         super().__init__(*where)
         self.library: Any = None  # another one, once it is joined
-        others = range(self.workers, self.count) if self.is_worker else range(self.workers)
-        self.peers = list(others)
+        self.peers = range(self.workers, self.count) if self.is_worker else range(self.workers)
         if not self.dry:  # there are fewer GPUs than sides only where MPS lets them share one
             self.use(self.index % torch.cuda.device_count())
 
     def run(self, function: Callable[..., Any], what: dict[str, Any]) -> Any:
-        """Runs a function of this side."""
         return function(self, **what)
 
     def channel(
@@ -64,11 +58,8 @@ class GraphSide(SideActor):
     def together(self) -> None:
         """A barrier that all sides leave at the same moment. They poll, because waking a process
         takes tens of microseconds."""
-        self._turns[self.index] = goal = self._turns[self.index] + 1
-        end = time.monotonic() + LIMIT_S
-        while min(self._turns) < goal:
-            if time.monotonic() > end:
-                raise TimeoutError("the other side does not come")
+        self._turns[self.index] += 1
+        while min(self._turns) < self._turns[self.index]:
             if self.dry:  # nothing is timed exactly, and there may be fewer cores than sides
                 time.sleep(1e-4)
 
@@ -97,14 +88,3 @@ class GraphSide(SideActor):
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             body()
         return graph.replay
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Turns garbage collection off, as timeit does."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

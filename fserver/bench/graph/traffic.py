@@ -4,15 +4,16 @@ model; their time for `fserver bench graph af`."""
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from .. import libraries
-from ..libraries import BIG, Way
+from ..libraries import BIG, Call, Way
 from ..report import percentile
 from .side import GraphSide
 
@@ -36,11 +37,9 @@ def ours(side: GraphSide, mode: str, sizes: Sizes) -> list[Way]:
     found, peers = [], len(side.peers)
     for key, (push, pull) in enumerate(sizes):
         shapes = ((1, push), (peers, pull)) if side.is_worker else ((peers, pull), (peers, push))
-        source, landing = (
-            torch.zeros(shape, dtype=torch.uint8, device=side.device) for shape in shapes
-        )
-        made = side.channel(key, mode, list(source), list(landing))
-        found.append(Way(source, landing, made.send, made.recv, made.check, made.close))
+        out, into = (torch.zeros(n, dtype=torch.uint8, device=side.device) for n in shapes)
+        made = side.channel(key, mode, list(out), list(into))
+        found.append(Way(out, into, made.send, made.recv, made.check, made.close))
     return found
 
 
@@ -62,9 +61,9 @@ def theirs(side: GraphSide, by: str, sizes: Sizes) -> list[Way]:
             source, landing = small[rank : rank + 1], large[:, rank]
         else:
             source, landing = large[rank], small
-        sends = zip(side.peers, source.expand(len(side.peers), -1), strict=True)
-        recvs = zip(side.peers, landing, strict=True)
-        way = Way(source, landing, *side.library.open(stage, list(sends), list(recvs)))
+        sends = list(zip(side.peers, source.expand(len(side.peers), -1), strict=True))
+        recvs = list(zip(side.peers, landing, strict=True))
+        way = Way(source, landing, *side.library.open(stage, sends, recvs))
         for call in (way.send, way.recv) if side.is_worker else (way.recv, way.send):
             call()
         side.sync()
@@ -81,12 +80,9 @@ def pattern(count: int, sender: int, stage: int, check: int, device: Any) -> tor
 
 
 class Traffic:
-    """Round trips of all stages, `layers` times, with nothing in between. A worker sends first. The
-    bytes of a check depend on the sender, the stage and the number of the check.
-
+    """Round trips of all stages, `layers` times, with nothing in between. A worker sends first.
     `streams` is "one" for all; "two", of which one is for what is sent; or "each", one for each
-    stage.
-    """
+    stage."""
 
     def __init__(self, side: GraphSide, ways: Sequence[Way], layers: int, streams: str = "one"):
         self.side, self.ways, self.layers = side, ways, layers
@@ -97,52 +93,57 @@ class Traffic:
         self.replay: Any = self.body
         self.checks = 0
 
-    def compute(self, layer: int, stage: int) -> None:
-        """Enqueues what is between a receive and the next send."""
+    def between(self, layer: int, stage: int) -> list[Call]:
+        """What enqueues the kernels before a send."""
+        return []
 
-    def body(self, talk: bool = True) -> None:
-        """Enqueues all layers; without talk only what is in between."""
+    @functools.cached_property
+    def plan(self) -> list[tuple[Any, Call]]:
+        """What enqueues all layers, each with its stream."""
+        plan: list[tuple[Any, Call]] = []
+        worker, apart = self.side.is_worker, self.apart
+        for layer in range(self.layers + worker):
+            for stage, (own, way) in enumerate(zip(self.own, self.ways, strict=True)):
+                if layer or not worker:
+                    plan.append((own, way.recv))
+                if layer < self.layers:
+                    plan += [(own, call) for call in self.between(layer, stage)]
+                    if apart:
+                        plan.append((None, lambda: apart.wait_stream(torch.cuda.current_stream())))
+                    # A message that has arrived has been read: nothing waits for this stream.
+                    plan.append((apart or own, way.send))
+        return plan
+
+    def body(self) -> None:
+        """Enqueues all layers."""
         branches = [stream for stream in (*self.own, self.apart) if stream]
         main: Any = torch.cuda.current_stream() if branches else None
         for stream in branches:
             stream.wait_stream(main)
-        for layer in range(self.layers):
-            for stage, stream in enumerate(self.own):
+        for stream, call in self.plan:
+            if stream:
                 with torch.cuda.stream(stream):
-                    self._step(layer, stage, talk)
-        if talk and self.side.is_worker:
-            for stream, way in zip(self.own, self.ways, strict=True):
-                with torch.cuda.stream(stream):
-                    way.recv()
+                    call()
+            else:
+                call()
         for stream in branches:
             main.wait_stream(stream)
 
-    def _step(self, layer: int, stage: int, talk: bool) -> None:
-        way = self.ways[stage]
-        if talk and (layer or not self.side.is_worker):
-            way.recv()
-        self.compute(layer, stage)
-        if talk and self.apart:
-            # Once a message has arrived its tensor has been read: nothing waits for this stream.
-            self.apart.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.apart):
-                way.send()
-        elif talk:
-            way.send()
-
     def capture(self, graph: bool = True) -> None:
-        """Has replay do the body, as a graph if it is one. Every kernel is loaded before one that
-        waits is on a stream."""
+        """Has replay do the body, as a graph or not. Every kernel is loaded before one that waits
+        is on a stream."""
         with torch.cuda.stream(self.main):
             self.poison()
-            self.body(talk=False)
+            for layer, stage in itertools.product(
+                range(min(2, self.layers)), range(len(self.ways))
+            ):
+                for call in self.between(layer, stage):
+                    call()
             self.wrong()
-            self._meet()
+            self.meet()
             if not self.apart:  # out of a graph a channel is used on one stream
                 self.body()
-            self.side.sync()
-            self.check()
-            self.side.barrier()
+            self.meet()
             if graph:
                 self.replay = self.side.captured(self.body, self.main)
         self.side.barrier()
@@ -157,30 +158,23 @@ class Traffic:
                 marks.append((begin, self.side.mark()))
         return marks
 
-    def timed(self, count: int, drop: int = 2) -> list[float]:
-        """Returns milliseconds of each of count replays one behind the other; before them come as
-        many as are dropped, in which the sides meet."""
+    def timed(self, count: int) -> list[float]:
+        """Returns milliseconds of each of count replays one behind the other; before them come two
+        in which the sides meet."""
         self.side.barrier()
-        marks = self.run(count + drop)
-        self.side.sync()
-        self.check()
-        return [a.elapsed_time(b) for a, b in marks[drop:]]
+        marks = self.run(count + 2)
+        self.meet()
+        return [begin.elapsed_time(end) for begin, end in marks[2:]]
 
     def checked(self) -> int:
         """Replays once over poisoned memory; returns how many words are wrong."""
         with torch.cuda.stream(self.main):
-            self._meet()
+            self.meet()
             self.poison()
-            self._meet()
+            self.meet()
             self.replay()
-            self.side.sync()
-            self.check()
+            self.meet()
             return self.wrong()
-
-    def check(self) -> None:
-        """Raises the error of a channel, if it has one."""
-        for way in self.ways:
-            way.check()
 
     def poison(self) -> None:
         """Fills what is sent anew, and what comes with other bytes."""
@@ -200,13 +194,16 @@ class Traffic:
     def _bytes(self, like: torch.Tensor, sender: int, stage: int) -> torch.Tensor:
         return pattern(like.shape[-1], sender, stage, self.checks, like.device)
 
-    def _meet(self) -> None:
+    def meet(self) -> None:
+        """Raises the error of a channel, if it has one."""
         self.side.sync()
+        for way in self.ways:
+            way.check()
         self.side.barrier()
 
     def close(self) -> None:
         """Both sides call it when all is well; else the node closes the channels."""
-        self._meet()
+        self.meet()
         self.replay = None  # the graph goes before what it uses
         for way in self.ways:
             way.close()
@@ -233,23 +230,24 @@ class Model(Traffic):
         torch.manual_seed(side.rank)
         self.first = [torch.randint_like(out, 1 << 30) for out in self.out]
 
-    def body(self, talk: bool = True) -> None:
+    def body(self) -> None:
         self.turn.add_(1)
-        super().body(talk)
+        super().body()
 
-    def compute(self, layer: int, stage: int) -> None:
+    def between(self, layer: int, stage: int) -> list[Call]:
         out, came = self.out[stage], self.came[stage]
         if not self.side.is_worker:
-            torch.add(came, self.addends[layer, self.side.rank], out=out)
-        elif layer == 0:
-            torch.add(self.first[stage], self.turn, out=out)
-        else:
-            self._mix(layer, came, out[0, 0])
+            return [
+                functools.partial(torch.add, came, self.addends[layer, self.side.rank], out=out)
+            ]
+        if layer == 0:
+            return [functools.partial(torch.add, self.first[stage], self.turn, out=out)]
+        return [self._mixing(layer, came, out[0, 0])]
 
     @staticmethod
-    def _mix(layer: int, came: torch.Tensor, out: torch.Tensor) -> None:
+    def _mixing(layer: int, came: torch.Tensor, out: torch.Tensor) -> Call:
         i, j = layer % len(came), (layer + 1) % len(came)
-        torch.add(came[i, 0], came[j, 1], alpha=-2, out=out)
+        return functools.partial(torch.add, came[i, 0], came[j, 1], alpha=-2, out=out)
 
     def poison(self) -> None:
         for way in self.ways:
@@ -264,7 +262,7 @@ class Model(Traffic):
             x, want = first[0, 0] + self.turn, came
             for layer in range(self.layers):
                 if layer:
-                    self._mix(layer, want, x)
+                    self._mixing(layer, want, x)()
                 want = x + self.addends[layer]
             bad += int((came != want).sum())
         return bad
@@ -283,19 +281,13 @@ def af(
         took += t.timed(math.ceil(replays / PARTS))
         with torch.cuda.stream(t.main):
             wrong += t.wrong()
-    with torch.cuda.stream(t.main):
-        idle = side.captured(lambda: t.body(talk=False), t.main)
-        idle()
-        begin = side.mark()
-        idle()
-        end = side.mark()
     t.close()
-    return {"took_ms": took, "wrong": wrong, "kernels_us": 1e3 * begin.elapsed_time(end) / t.per}
+    return {"took_ms": sorted(took), "wrong": wrong}
 
 
 def rows(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of af; what is most likely to fail comes last."""
-    run = partial(af, layers=args.layers, sizes=args.sizes, replays=args.replays)
+    run = functools.partial(af, layers=args.layers, sizes=args.sizes, replays=args.replays)
     for streams in ("one",) if args.dry else ("two", "one", "each"):
         for mode in args.modes:
             yield run, {"mode": mode, "streams": streams}, 40
@@ -305,16 +297,15 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
 
 def summary(results: Sequence[Any], args: argparse.Namespace) -> list[dict[str, Any]]:
     """The numbers of a row. Of several GPUs the worst counts."""
-    tokens = [sorted(r["took_ms"]) for r in results[: args.workers]]
-    medians = [percentile(t, 50) for t in tokens]
+    tokens = [side["took_ms"] for side in results[: args.workers]]
+    p50 = max(percentile(t, 50) for t in tokens)
+    spreads = [max(percentile(t, p) / percentile(t, 50) for t in tokens) for p in (99, 100)]
     return [
         {
-            "micro_batch_us": round(1e3 * max(medians) / (args.layers * args.stages), 2),
-            "token_p50_ms": round(max(medians), 3),
-            "token_p99_by_p50": round(
-                max(percentile(t, 99) / percentile(t, 50) for t in tokens), 3
-            ),
-            "token_max_by_p50": round(max(t[-1] / percentile(t, 50) for t in tokens), 3),
-            "kernels_us": [round(r["kernels_us"], 2) for r in results],
+            "micro_batch_us": round(1e3 * p50 / (args.layers * args.stages), 2),
+            "token_p50_ms": round(p50, 3),
+            "token_p99_by_p50": round(spreads[0], 3),
+            "token_max_by_p50": round(spreads[1], 3),
+            "sides": results,
         }
     ]

@@ -4,6 +4,7 @@ graph trips`: of ours, of other libraries, of plain copies, and of a program in 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -17,7 +18,7 @@ from ..baseline import compiled
 from ..errors import BenchError
 from ..libraries import BIG, copies
 from ..report import figures, gigabytes_per_second
-from .side import GraphSide, undisturbed
+from .side import GraphSide
 from .traffic import Row, Traffic, opened
 
 TRANSPORTS = ("cma", "tcp")  # that carry a channel of mode host
@@ -32,7 +33,9 @@ def _time(t: Traffic, count: int, by_gpu: bool = False) -> list[int]:
     """Returns the nanoseconds of each of count runs; both sides begin together. by_gpu: from the
     start to the end on the GPU, without what the CPU takes to launch a run and to be woken."""
     side, values = t.side, []
-    with undisturbed(), torch.cuda.stream(t.main):
+    gc.collect()
+    gc.disable()  # and never on again: this process times trips
+    with torch.cuda.stream(t.main):
         for _ in range(count + WARM):
             side.sync()
             side.together()
