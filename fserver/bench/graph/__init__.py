@@ -25,12 +25,9 @@ from . import overlap, traffic, trips
 from .side import GraphSide
 
 TEXT = (
-    "Measures stream channels in CUDA graphs, with the traffic of a disaggregated model. af: the "
-    "time of a micro-batch, and the spread of the time of a token. overlap: how much a loop of "
-    "GEMMs and this traffic slow each other. trips: round trips of a channel, and messages of "
-    "64 MiB. Other libraries move the same bytes in rows with `by`; one that does not work here is "
-    "skipped. docs/benchmarks.md describes the rows. The exit status is 1 if a row failed or data "
-    "was wrong."
+    "Measures stream channels in CUDA graphs, with the traffic of a disaggregated model, and other "
+    "libraries that move the same bytes (rows with `by`; one that does not work here is skipped). "
+    "docs/benchmarks.md describes the rows. The exit status is 1 if a row failed or data was wrong."
 )
 WORKS: dict[str, Any] = {"af": traffic, "overlap": overlap, "trips": trips}
 MODES = ("kernel", "copy")  # of channels on GPUs; the rest of trips is of mode host
@@ -78,57 +75,50 @@ def play(
 def _measured(args: argparse.Namespace) -> Generator[list[dict[str, Any]], None, None]:
     """Yields rows, one by one or several that belong together. Processes that have used another
     library are not used for anything else, and what has failed of a library is not tried again."""
-    made, used = None, None
+    made, used, work = None, None, WORKS[args.work]
     gave_up: dict[tuple[Any, ...], str] = {}
     try:
-        for function, what, limit in WORKS[args.work].rows(args):
-            row = {"work": args.work, **what}
-            by = what.get("by")
-            kind = by, what.get("how")
+        for function, what, limit in work.rows(args):
+            row, by = {"work": args.work, **what}, what.get("by")
+            kind, way = (by, what.get("how")), by if by != "raw" else None
             if by and args.dry and by != "nccl":
                 gave_up[kind] = "it takes GPUs"
             if kind in gave_up:
                 yield [{**row, "skipped": gave_up[kind]}]
                 continue
-            way = by if by != "raw" else None  # what changes its process
             if made and way != used:
                 made.close()
                 made = None
             try:
                 if not made:
                     variables = libraries.ENVIRONMENT if way and not args.dry else {}
-                    made = team((args.workers, args.servers), args.dry, variables=variables)
-                used = way
+                    made, used = (
+                        team((args.workers, args.servers), args.dry, variables=variables),
+                        way,
+                    )
                 results = play(made, function, what, limit)
                 wrong = {"wrong": sum(r["wrong"] for r in results)}
-                found = WORKS[args.work].summary(results, args)
-                rows = [{**row, **one, **wrong} for one in found]
+                rows = [{**row, **one, **wrong} for one in work.summary(results, args)]
             except Exception as error:  # the other rows are of interest still
                 if made:
                     made.close(0)
                 made = None
                 if by:
                     print(f"{by}: {error!r}\n{error}", file=sys.stderr, flush=True)
-                    row["skipped"] = gave_up[kind] = rivals.reason(error)
+                    gave_up[kind] = rivals.reason(error)
+                    rows = [{**row, "skipped": gave_up[kind]}]
                 else:
-                    row["error"] = traceback.format_exc()
-                rows = [row]
+                    rows = [{**row, "error": traceback.format_exc()}]
             yield rows
     finally:
         if made:
             made.close()
 
 
-def _print(row: dict[str, Any]) -> None:
-    failed = "FAIL " if "error" in row or row.get("wrong") else ""
-    shown = "  ".join(f"{k}={v}" for k, v in row.items() if k not in ("sides", "error"))
-    print(f"{failed}{shown}", *([row["error"]] if "error" in row else []), sep="\n", flush=True)
-
-
 def _parsed(argv: list[str], gpus: int) -> argparse.Namespace:
     """The options, with defaults that depend on others."""
     parser = Parser(prog="fserver bench graph", description=TEXT)
-    parser.add_argument("work", choices=WORKS, help="the measurement")
+    parser.add_argument("work", choices=WORKS, help="see docs/benchmarks.md")
     for option in OPTIONS:
         parser.option(*option)
     text = "modes of the channels (default: all, but host only with trips); without a name: none"
@@ -147,11 +137,8 @@ def _parsed(argv: list[str], gpus: int) -> argparse.Namespace:
     args.servers = args.servers or args.workers
     args.sizes = [(args.rows * args.width, 2 * args.rows * args.width)] * args.stages
     want, shared = args.workers + args.servers, "CUDA_MPS_PIPE_DIRECTORY" in os.environ
-    if not args.dry and gpus < want and not (gpus and shared):
-        raise BenchError(
-            f"torch sees {gpus} GPUs, but {want} are needed (use NVIDIA's multi-process service "
-            "with one GPU, which needs CUDA_MPS_PIPE_DIRECTORY, or --dry without a GPU)"
-        )
+    if not args.dry and gpus < (1 if shared else want):
+        raise BenchError(f"torch sees {gpus} GPUs, want {want} (or CUDA's MPS, or --dry)")
     return args
 
 
@@ -162,11 +149,15 @@ def main(argv: list[str]) -> int:
     result: dict[str, Any] = {"arguments": vars(args), "torch": torch.__version__, "gpus": gpus}
     result["rows"] = []
     failures = 0
-    with contextlib.closing(_measured(args)) as pieces:
-        for rows in pieces:
+    with contextlib.closing(_measured(args)) as found:
+        for rows in found:
+            failed = any("error" in row or row.get("wrong") for row in rows)
+            failures += failed
             for row in rows:
-                _print(row)
-            failures += any("error" in row or row.get("wrong", 0) > 0 for row in rows)
+                shown = "  ".join(f"{k}={v}" for k, v in row.items() if k not in ("sides", "error"))
+                print(("FAIL " if failed else "") + shown, flush=True)
+                if "error" in row:
+                    print(row["error"], flush=True)
             result["rows"] += rows
             if args.json:
                 save(args.json, result)

@@ -33,27 +33,28 @@ class Pauses(Traffic):
 
 
 class _Gemms:
-    """Multiplications on a stream of their own, in blocks that are captured. BLOCKS of them take
-    about so many ms."""
+    """Multiplications on a stream of their own, in captured blocks. BLOCKS of them take about so
+    many ms."""
 
     def __init__(self, side: GraphSide, size: int, ms: float):
         self.side, self.stream = side, side.stream()
         kind: Any = {"dtype": torch.bfloat16, "device": side.device}
-        self.tensors = torch.randn(size, size, **kind), torch.randn(size, size, **kind)
-        self.out = torch.empty(size, size, **kind)
+        a, b = torch.randn(size, size, **kind), torch.randn(size, size, **kind)
+        out = torch.empty(size, size, **kind)
+
+        def multiply(count: int) -> None:
+            for _ in range(count):
+                torch.mm(a, b, out=out)
+
         with torch.cuda.stream(self.stream):
-            for _ in range(2):
+            for _ in range(2):  # the first time is of loading
                 begin = side.mark()
-                self._multiply(10)
+                multiply(10)
                 end = side.mark()
                 side.sync()
             one = max(side.exchange(begin.elapsed_time(end) / 10))
-            self.count = max(1, math.ceil(ms / BLOCKS / one))
-            self.block = side.captured(lambda: self._multiply(self.count), self.stream)
-
-    def _multiply(self, count: int) -> None:
-        for _ in range(count):
-            torch.mm(*self.tensors, out=self.out)
+            self.count = math.ceil(ms / BLOCKS / one)
+            self.block = side.captured(lambda: multiply(self.count), self.stream)
 
     def part(self, marks: list[Any]) -> None:
         """Enqueues a part of the loop; adds the moments when its blocks have ended."""
@@ -67,17 +68,15 @@ def overlap(
     side: GraphSide,
     layers: int,
     sizes: Sizes,
-    size: int,
-    rounds: int,
-    ms: float,
-    seconds: float,
+    limits: tuple[int, int, float, float],
     compute: bool = False,
     streams: str = "one",
     **which: str,
 ) -> dict[str, Any]:
     """Runs a loop of GEMMs that never pauses, as a GPU that does changes its clock, and traffic
     beside every second part of it. Each part is so many blocks, and lasts ms or, where that is
-    longer, as long as three replays of the traffic."""
+    longer, as long as three replays of the traffic. `limits`: size, rounds, ms and seconds."""
+    size, rounds, ms, seconds = limits
     if which.get("mode") == "none":
         t: Traffic = Pauses(side, [], layers * len(sizes))
     else:
@@ -90,11 +89,10 @@ def overlap(
         ms = 3 * slowest
         gemms = _Gemms(side, size, ms)
     replays = 1 + max(2, math.floor(ms / slowest))
-    rounds = min(rounds, max(2, int(1e3 * seconds / (2 * ms))))
     with torch.cuda.stream(gemms.stream):
         marks = [side.mark()]
     traffic = []
-    for number in range(2 * rounds + 1):
+    for number in range(2 * min(rounds, max(2, int(1e3 * seconds / (2 * ms)))) + 1):
         if number >= AHEAD:
             marks[(number - AHEAD + 1) * BLOCKS].synchronize()
         side.barrier()
@@ -124,21 +122,16 @@ def _beside(side: GraphSide, t: Traffic, gemms: _Gemms) -> float:
         gemms.part(tried)
         tried[-BLOCKS].synchronize()
     side.sync()
-    return float(max(side.exchange(max(x.elapsed_time(y) for x, y in loaded[1:]))))
+    return float(max(side.exchange(max(begin.elapsed_time(end) for begin, end in loaded[1:]))))
 
 
-def compared(
-    at: list[float], traffic: list[list[tuple[float, ...]]], dry: bool
-) -> list[dict[str, Any]]:
+def compared(at: list[float], traffic: list[list[Any]], dry: bool) -> list[dict[str, Any]]:
     """By how much GEMMs were slowed in each round: blocks that traffic surely was beside, compared
-    with those before and after it that none was beside.
+    with those before and after it that none was beside. Dry, nothing runs beside anything.
 
-    Args:
-        at: when the loop began and when each of its blocks ended; BLOCKS of them are a part, and
-            round r has the parts 2 r to 2 r + 2.
-        traffic: of each round, when each replay began and ended; in the first the sides meet.
-        dry: nothing runs beside anything.
-    """
+    `at` is when the loop began and when each of its blocks ended; BLOCKS of them are a part, and
+    round r has the parts 2 r to 2 r + 2. `traffic` is, of each round, when each replay began and
+    ended; in the first the sides meet."""
     spans = [(one[0][0], one[1][0], one[-1][1]) for one in traffic]  # the sides have met in between
 
     def blocks(part: int, beside: bool) -> list[float]:
@@ -163,44 +156,39 @@ def compared(
 
 def rows(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of overlap; what is most likely to fail comes last."""
-    names = "layers", "sizes", "size", "rounds", "ms", "seconds"
-    run = partial(overlap, **{name: getattr(args, name) for name in names})
-    limit = 2 * args.seconds + 40
-    if not args.dry:
-        yield run, {"mode": "none"}, limit
-    for compute in (False, True):
-        for mode in args.modes:
-            yield run, {"mode": mode, "compute": compute}, limit
-    for by in args.beside:
-        yield run, {"by": by, "compute": True, "streams": "one" if args.dry else "two"}, limit
+    limits = args.size, args.rounds, args.ms, args.seconds
+    run = partial(overlap, layers=args.layers, sizes=args.sizes, limits=limits)
+    kinds: list[dict[str, Any]] = [] if args.dry else [{"mode": "none"}]
+    kinds += [{"mode": mode, "compute": by} for by in (False, True) for mode in args.modes]
+    streams = "one" if args.dry else "two"
+    kinds += [{"by": by, "compute": True, "streams": streams} for by in args.beside]
+    for what in kinds:
+        yield run, what, 2 * args.seconds + 40
 
 
 def summary(results: Sequence[Any], args: argparse.Namespace) -> list[dict[str, Any]]:
     """The numbers of a row. Of several GPUs the worst counts."""
-    if not all(r["rounds"] for r in results):
-        raise BenchError(
-            "GEMMs and traffic took turns: no round has GEMMs beside traffic and others apart from "
-            f"it. A part takes {results[0]['part_ms']:.0f} ms, a replay alone takes "
-            f"{results[0]['quiet_ms']:.1f} ms: use longer parts (--ms)"
-        )
     steady = [
         [x["slowed"] for x in r["rounds"] if args.dry or abs(x["noise"]) <= STEADY] for r in results
     ]
     if not all(steady):
         raise BenchError(
-            f"GEMMs before and after a part were never within {STEADY:.1%} of each other, "
-            f"because the GPU's clock changes; --rounds is {args.rounds}: want more"
+            "no round has GEMMs beside traffic, and others apart from it that are within "
+            f"{STEADY:.1%} of each other: there are {[len(r['rounds']) for r in results]} rounds, "
+            f"a part takes {results[0]['part_ms']:.0f} ms and a replay {results[0]['quiet_ms']:.1f}"
+            " ms (without rounds use longer parts, --ms; else more --rounds, as the clock changes)"
         )
-    worst, slowed = max(steady, key=median), [median(x) for x in steady]
-    every = [(x, r) for r in results for x in r["rounds"]]
-    traffic = median(x["traffic_ms"] / r["quiet_ms"] - 1 for x, r in every)
+    worst, slowed = max(steady, key=median), [round(100 * median(x), 2) for x in steady]
+    every = [(x, r["quiet_ms"]) for r in results for x in r["rounds"]]
     return [
         {
-            "gemms_slowed_percent": round(100 * max(slowed), 2),
+            "gemms_slowed_percent": max(slowed),
             "between": [round(100 * limit, 2) for limit in median_interval(worst)],
-            "of_each_gpu": [round(100 * s, 2) for s in slowed],
+            "of_each_gpu": slowed,
             "noise_percent": round(100 * median(abs(x["noise"]) for x, _ in every), 2),
-            "traffic_slowed_percent": round(100 * traffic, 1),
+            "traffic_slowed_percent": round(
+                100 * median(x["traffic_ms"] / quiet - 1 for x, quiet in every), 1
+            ),
             "rounds": len(worst),
             "of": max(len(r["rounds"]) for r in results),
             "sides": results,

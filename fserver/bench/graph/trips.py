@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -49,9 +50,9 @@ def _time(t: Traffic, count: int, by_gpu: bool = False) -> list[int]:
     return values[WARM:]
 
 
-def _micros(times: list[int], per: int, *keys: str) -> Found:
+def _micros(times: list[int], per: int, prefix: str = "") -> Found:
     found = figures(times)
-    return {key: round(found[key] / per, 2) for key in keys}
+    return {prefix + key: round(found[key] / per, 2) for key in ("p50_us", "p99_us", "min_us")}
 
 
 def trips(
@@ -63,24 +64,23 @@ def trips(
     t = Traffic(side, opened(side, [(push, pull)], mode, by), layers)
     t.capture(kind == "graph")
     wrong = t.checked()
-    found = _micros(_time(t, runs), layers, "p50_us", "p99_us", "min_us")
-    by_gpu = _micros(_time(t, runs, by_gpu=True), layers, "p50_us", "p99_us")
+    found = _micros(_time(t, runs), layers)
+    found |= _micros(_time(t, runs, by_gpu=True), layers, "gpu_")
     wrong += t.checked()
     t.close()
-    return {**found, **{f"gpu_{k}": v for k, v in by_gpu.items()}, "wrong": wrong}
+    return {**found, "wrong": wrong}
 
 
 def messages(side: GraphSide, mode: str, size: int, how: str, in_flight: int, runs: int) -> Found:
     """Times messages of size bytes "one way", or "both ways" at once, each way on so many channels,
     with a stream each, as micro-batches have them. A message is answered with a few bytes, which is
-    what lets the next one of its channel go. There are so many of them that how they begin and end,
-    when not all channels are in use, does not count."""
+    what lets the next one of its channel go."""
     there, back = (size, ANSWER), (ANSWER, size)
     sizes = [there, back] * in_flight if how == "both ways" else [there] * in_flight
     t = Traffic(side, opened(side, sizes, mode), 3 if side.dry else 40, "each")
     t.capture(graph=False)
     wrong = t.checked()
-    found = _micros(_time(t, runs), t.layers * in_flight, "p50_us", "p99_us", "min_us")
+    found = _micros(_time(t, runs), t.layers * in_flight)
     wrong += t.checked()
     t.close()
     speed = round(gigabytes_per_second(size, found["p50_us"]), 1)
@@ -125,23 +125,16 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
         if mode == "host":
             plans = [("graph x20", few)]
             ways = [{"mode": mode, "transport": transport} for transport in TRANSPORTS]
-        for way in ways:
-            for how, count in plans:
-                for push, pull in SIZES:
-                    yield (
-                        trips,
-                        {**way, "push": push, "pull": pull, "how": how, "runs": count},
-                        limit,
-                    )
-        for how in ("one way", "both ways") if mode != "host" else ():
-            for in_flight in (1, 2, 3):
+        for way, (how, count), (push, pull) in itertools.product(ways, plans, SIZES):
+            yield trips, {**way, "push": push, "pull": pull, "how": how, "runs": count}, limit
+        if mode != "host":
+            for how, in_flight in itertools.product(("one way", "both ways"), (1, 2, 3)):
                 what = {"mode": mode, "size": big, "how": how, "in_flight": in_flight}
                 yield messages, {**what, "runs": max(3, few // 5)}, limit
-    for by in args.beside:
-        for how in ("enqueued x20", "graph x20"):
-            for push, pull in [*SIZES, (big, ANSWER)]:
-                count = few if push == big else min(runs, 500)
-                yield trips, {"by": by, "push": push, "pull": pull, "how": how, "runs": count}, 40
+    hows = "enqueued x20", "graph x20"
+    for by, how, (push, pull) in itertools.product(args.beside, hows, [*SIZES, (big, ANSWER)]):
+        count = few if push == big else min(runs, 500)
+        yield trips, {"by": by, "push": push, "pull": pull, "how": how, "runs": count}, 40
 
 
 def summary(results: Sequence[Any], args: argparse.Namespace) -> list[Found]:
