@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from . import options as opts
@@ -29,10 +29,10 @@ COLUMNS = (
 PATIENCE = 5.0  # seconds until all members are connected
 PARSER = opts.parser(
     "bond",
-    "Measures push_pulls between two processes whose connection is made of several network "
-    "interfaces, RDMA devices, or queue pairs. Prints the round trip, the ratio to the first line "
-    "of that size, and the share of the bytes of each member of the connection. The ways take "
-    f"turns. {opts.CHECKED} For two hosts, run the command on both, with the same options.",
+    "Measures push_pulls over one connection that is made of several network interfaces, RDMA "
+    "devices, or queue pairs. Prints the ratio to the first line of that size, and the share of "
+    f"each in the bytes. The ways take turns. {opts.CHECKED} For two hosts, run the command on "
+    "both, with the same options.",
     ("--interfaces", opts.names, None, "network interfaces of the worker, for TCP"),
     ("--server-interfaces", opts.names, None, "those of the server (default: the same)"),
     ("--devices", opts.names, None, "RDMA devices of the worker"),
@@ -52,22 +52,22 @@ class Way(NamedTuple):
     """A name, and the settings of each role."""
 
     name: str
-    worker: Mapping[str, str]
-    server: Mapping[str, str]
+    worker: dict[str, str]
+    server: dict[str, str]
 
 
 class Members(WorkerActor):
     """A worker that knows the members of its connection."""
 
-    def whole(self) -> None:
-        """Waits until each member is connected, for a while."""
-        end = time.monotonic() + PATIENCE
-        while time.monotonic() < end and any(m["reason"] for m in self.members()):
+    def members(self, patience: float = 0) -> Shares:
+        """All members; none if it is not made of several. Waits until each is connected, but not
+        for more seconds than `patience`."""
+        end = time.monotonic() + patience
+        while True:
+            found = [m._asdict() for m in self.nodes[0].links()[0].members]
+            if time.monotonic() >= end or not any(m["reason"] for m in found):
+                return found
             time.sleep(0.01)
-
-    def members(self) -> Shares:
-        """The members of the connection to the server; none if it is not made of several."""
-        return [m._asdict() for m in self.nodes[0].links()[0].members]
 
 
 class FarMembers(Members, CommandingWorker):
@@ -115,26 +115,25 @@ def _rows(run: Run, compared: Sequence[Way]) -> Iterator[dict[str, Any]]:
     options = run.options
     worker, server = pair_of(run.cores, FarMembers if options.role else Members)
     crew = run.enter_context(start([worker] if options.role else [worker, server], run.nodes))
-    results: dict[tuple[int, int], list[tuple[report.Figures, Shares]]] = {}
+    results: dict[tuple[int, int], list[tuple[report.Figures, Shares, Shares]]] = {}
     for _, at in itertools.product(range(options.rounds), range(len(compared))):
         with _cluster(crew, compared[at], options) as transport:
-            crew.one("worker", "whole")
+            crew.one("worker", "members", PATIENCE)
             player = CrewPlayer(crew)
             for size in options.sizes:
                 player.prepare(Case("push_pull", (size,), (size,)))
                 before = crew.one("worker", "members")
                 [[figures]] = take_turns([player], 1, options.seconds, options.iters)
-                after = zip(before, crew.one("worker", "members"), strict=True)
-                sent = [{**now, "sent": now["sent"] - then["sent"]} for then, now in after]
-                results.setdefault((size, at), []).append((figures, sent))
+                after = crew.one("worker", "members")
+                results.setdefault((size, at), []).append((figures, before, after))
         run.step()
     for (size, at), rounds in sorted(results.items()):
-        measured, first = ([one for one, _ in each] for each in (rounds, results[size, 0]))
+        measured, first = ([figures for figures, *_ in each] for each in (rounds, results[size, 0]))
         yield {
             **report.row(transport, "push_pull", size, size, measured, first),
             "over": compared[at].name,
             "baseline": compared[0].name,
-            "members": shares([sent for _, sent in rounds]),
+            "members": shares([(before, after) for _, before, after in rounds]),
         }
 
 
@@ -171,20 +170,22 @@ def _serve(run: Run, compared: Sequence[Way]) -> None:
                 crew.all("serve", timeout=24 * 3600)
 
 
-def shares(rounds: Sequence[Shares]) -> Shares:
-    """The members with their percentage of the bytes of all rounds."""
-    sent = [sum(m["sent"] for m in member) for member in zip(*rounds, strict=True)]
-    return [
-        {**last, "sent": count, "share": 100 * count / (sum(sent) or 1)}
-        for last, count in zip(rounds[-1], sent, strict=True)
-    ]
+def shares(rounds: Sequence[tuple[Shares, Shares]]) -> Shares:
+    """The members with their percentage of the bytes of all rounds. A round is the members before
+    and after it."""
+    found = [{**member, "sent": 0} for member in rounds[-1][1]]
+    for before, after in rounds:
+        for member, then, now in zip(found, before, after, strict=True):
+            member["sent"] += now["sent"] - then["sent"]
+    total = sum(member["sent"] for member in found) or 1
+    return [{**member, "share": 100 * member["sent"] / total} for member in found]
 
 
 def show(members: Shares) -> str:
     """ "eth0 51 %, eth1 49 %"; with the port of a bond, if it is known."""
     parts = []
     for member in members:
-        _, _, port = member["transport"].partition("/")
+        port = member["transport"].partition("/")[2]
         text = f"{member['interface']} {member['share']:.0f} %"
         parts.append(f"{text} ({port})" if port.startswith("port") else text)
     return ", ".join(parts) or "-"

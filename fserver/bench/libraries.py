@@ -54,13 +54,10 @@ class SendRecv:
 
     A send may wait for its recv, and a communicator does one call after the other. With several
     stages, a worker sends stage 1 before it receives stage 0, and a server sends stage 0 before it
-    receives stage 1. So that neither waits in its send, each direction has a communicator, and what
-    is sent a stream of its own (on the CPU, a send returns at once, and the next recv waits for
-    it). All sides do the calls of a direction in the order of micro-batches, layer by layer; both
-    ends of a call wait for nothing but what is before it in that order, so nobody waits forever.
-
-    A pair with one stage has at most one message on the way: one communicator and plain calls do.
-    """
+    receives stage 1. So each direction has a communicator, and what is sent a stream of its own (on
+    the CPU, a send returns at once, and the next recv waits for it). Nobody waits forever, because
+    all sides do the calls of a direction in the same order. A pair with one stage has at most one
+    message on the way: one communicator and plain calls do."""
 
     def __init__(self, side: SideActor, room: int, stages: int):
         self.memory, self.later = _zeros(side, room), side.device.type == "cpu"

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 
@@ -90,48 +89,48 @@ def wire(gpus: tuple[int, int]) -> Figures:
 
 
 class Rival:
-    """A library as a player, with two processes of its own. When something goes wrong with it, it
-    is out, with its processes; `reason` says why in one line."""
+    """A library as a player, with two processes of its own on these GPUs or on the CPU, which begin
+    to start. When something goes wrong with it, it is out; `reason` says why in one line."""
 
     unit = 1
 
-    def __init__(self, way: str, reason: str | None = None) -> None:
-        self.way, self.reason = way, reason
-        self.team: Any = None
+    def __init__(
+        self,
+        way: str,
+        gpus: tuple[int, int] | None,
+        cores: tuple[int, int] | None,
+        nodes: Nodes,
+    ):
+        self.way, self.gpus, self.reason = way, gpus, _unable(way, gpus)
         self._p50_us = 0.0  # of the last round
-
-    def start(
-        self, gpus: tuple[int, int] | None, cores: tuple[int, int] | None, nodes: Nodes
-    ) -> None:
-        """Starts the processes, and does not wait for them."""
         with contextlib.suppress(GaveUpError), self._guarded():
             variables = ENVIRONMENT if gpus else {}
             self.team = Team(RivalActor, (1, 1), (), _apart(cores), variables, nodes)
 
-    def join(self, gpus: tuple[int, int] | None, room: int) -> None:
-        """Has them join, with tensors on these two GPUs or on the CPU."""
+    def join(self, room: int) -> None:
         with contextlib.suppress(GaveUpError), self._guarded():
             self.team.results()
-            self.team.call(2 * LIMIT, "join", self.way, room, gpus)
+            self.team.call(2 * LIMIT, "join", self.way, room, self.gpus)
 
     def prepare(self, out: int, back: int) -> None:
-        """The bytes there and home of the next rounds."""
         with contextlib.suppress(GaveUpError), self._guarded():
             self.team.call(LIMIT, "prepare", out, back)
 
     def check(self, seed: int) -> None:
-        """A round trip that is compared."""
         with self._guarded():
             self.team.call(LIMIT, "verify", seed)
 
     def measure(self, warmup: int, count: int) -> Figures:
-        """As the side sees it that begins."""
         with self._guarded():
             # Ten times what is to be expected, of an exchange that took as long as the last ones.
             more = 10 * (warmup + count) * self._p50_us / 1e6
             found: Figures = self.team.call(LIMIT + more, "measure", warmup, count)[0]
         self._p50_us = found["p50_us"]
         return found
+
+    def close(self) -> None:
+        if hasattr(self, "team"):
+            self.team.close()
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -145,11 +144,6 @@ class Rival:
                 self.reason = reason(error)
         raise GaveUpError(f"{self.way}: {self.reason}")
 
-    def close(self) -> None:
-        """Ends the processes."""
-        if self.team:
-            self.team.close()
-
 
 def beside(
     stack: contextlib.ExitStack,
@@ -159,16 +153,15 @@ def beside(
     cores: tuple[int, int] | None,
     nodes: Nodes,
 ) -> list[Rival]:
-    """A player for each of the names of WAYS, on the GPUs of the two sides of ours, or the CPU;
-    those that cannot play know why. `room`: bytes of the largest message. `cores`: of the two sides
-    of ours. They end with the stack."""
-    players = [Rival(way, _unable(way, gpus)) for way in names]
-    able = [player for player in players if player.reason is None]
-    for player in able:
-        stack.callback(player.close)
-        player.start(gpus, cores, nodes)
+    """A player for each of the names of WAYS; those that cannot play know why. They end with the
+    stack. `gpus` and `cores` are of the two sides of ours, and `room` is the bytes of the largest
+    message."""
+    players = []
+    for way in names:
+        players.append(Rival(way, gpus, cores, nodes))
+        stack.callback(players[-1].close)
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda player: player.join(gpus, room), able))
+        list(pool.map(lambda player: player.join(room), players))
     return players
 
 

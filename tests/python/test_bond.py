@@ -101,7 +101,9 @@ def test_shares() -> None:
     def member(sent: int) -> dict[str, object]:
         return {"interface": "n0", "transport": "verbs/port2", "sent": sent}
 
-    found = bond.shares([[member(1), member(2)], [member(3), member(4)]])
+    rounds = [(1, 2), (2, 4), (5, 8)]
+    all_of = [[member(a), member(b)] for a, b in rounds]
+    found = bond.shares([(all_of[0], all_of[1]), (all_of[1], all_of[2])])
     assert [m["sent"] for m in found] == [4, 6]
     assert bond.show(found) == "n0 40 % (port2), n0 60 % (port2)"
     assert bond.show([]) == "-"
