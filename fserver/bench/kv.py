@@ -118,7 +118,8 @@ def _logged(run: Run, case: Case, iters: int, at: int) -> str:
     command = [str(compiled("bench_kv.cc")), str(case.bytes), str(options.rounds * iters), case.op]
     worker, _, server = case.memory.partition(":")
     memory = {"worker": worker, "server": server or worker, "joint": case.memory}
-    cores = run.cores or ()
+    cores = run.cores
+    assert cores
     pinned = {"worker": cores[:1], "server": cores[1:], "joint": cores}
     with contextlib.ExitStack() as stack:
         common = _environment(stack, options, case, iters, at)
