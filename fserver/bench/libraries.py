@@ -197,10 +197,9 @@ def missing(way: str) -> str | None:
 
 
 def join(way: str, side: SideActor, room: int, stages: int = 1) -> Any:
-    """Makes this process one of several for a library, with so many bytes of `memory`. A tensor has
-    the same place in the memory of the side that writes it and of the side that receives it. `open`
-    returns send and recv of a stage; all sides open the same ones in the same order. Raises what
-    the library itself raises where it does not work."""
+    """Makes this process one of several for a library, with so many bytes of `memory`, in which a
+    tensor has the same place at the side that writes it and at the side that receives it. `open`
+    returns send and recv of a stage; all sides open the same ones in the same order."""
     if way != "nixl":
         _group(way, side)
     library = OF[way](side, room, stages)

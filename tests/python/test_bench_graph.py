@@ -1,10 +1,12 @@
 """`fserver bench graph` on the CPU: the program, not the speed; its options, and its arithmetic."""
 
+import contextlib
 import importlib
 import json
 import time
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -172,6 +174,68 @@ def test_the_timeline_dry(checks):
                 assert side["transport"] == ("cma" if kind == "eager" else "host")
     finally:
         team.close()
+
+
+@pytest.mark.parametrize(
+    ("streams", "worker", "server"),
+    [
+        (
+            "one",
+            "main:send0 main:send1 main:recv0 main:send0 main:recv1 main:send1 main:recv0 "
+            "main:recv1",
+            "main:recv0 main:send0 main:recv1 main:send1 main:recv0 main:send0 main:recv1 "
+            "main:send1",
+        ),
+        (
+            "two",
+            "1<main 1<main 1:send0 1<main 1:send1 main:recv0 1<main 1:send0 main:recv1 1<main "
+            "1:send1 main:recv0 main:recv1 main<1",
+            "1<main main:recv0 1<main 1:send0 main:recv1 1<main 1:send1 main:recv0 1<main 1:send0 "
+            "main:recv1 1<main 1:send1 main<1",
+        ),
+        (
+            "each",
+            "1<main 2<main 1:send0 2:send1 1:recv0 1:send0 2:recv1 2:send1 1:recv0 2:recv1 main<1 "
+            "main<2",
+            "1<main 2<main 1:recv0 1:send0 2:recv1 2:send1 1:recv0 1:send0 2:recv1 2:send1 main<1 "
+            "main<2",
+        ),
+    ],
+)
+def test_streams(monkeypatch, streams, worker, server):
+    """Which calls are on which stream, and which stream waits for which (<)."""
+    done, names = [], iter(("main", "1", "2"))
+
+    class Stream:
+        def __init__(self, *_):
+            self.name = next(names)
+
+        def wait_stream(self, other):
+            done.append(f"{self.name}<{other.name}")
+
+    current = []
+
+    @contextlib.contextmanager
+    def on(stream):
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+
+    def call(what):
+        return lambda: done.append(f"{current[-1].name}:{what}")
+
+    for is_worker, want in ((True, worker), (False, server)):
+        names = iter(("main", "1", "2"))
+        side = SimpleNamespace(is_worker=is_worker, stream=Stream)
+        ways = [traffic.Way(None, None, call(f"send{i}"), call(f"recv{i}")) for i in (0, 1)]
+        t = traffic.Traffic(side, ways, 2, streams)
+        with torch.cuda.stream(t.main):
+            t.body()
+        assert " ".join(done) == want
+        done.clear()
 
 
 def hoarding(side, **what):
