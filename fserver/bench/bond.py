@@ -12,7 +12,6 @@ from . import options as opts
 from . import report
 from .actors import WorkerActor
 from .crew import Case, Crew, Member, Nodes, pair_of, start
-from .errors import BenchError
 from .remote import CommandingWorker
 from .run import Run
 from .turns import CrewPlayer, take_turns
@@ -117,7 +116,7 @@ def _rows(run: Run, compared: Sequence[Way]) -> Iterator[dict[str, Any]]:
     crew = run.enter_context(start([worker] if options.role else [worker, server], run.nodes))
     results: dict[tuple[int, int], list[tuple[report.Figures, Shares, Shares]]] = {}
     for _, at in itertools.product(range(options.rounds), range(len(compared))):
-        with _cluster(crew, compared[at], options) as transport:
+        with _cluster(crew, compared[at], options):
             crew.one("worker", "members", PATIENCE)
             player = CrewPlayer(crew)
             for size in options.sizes:
@@ -130,33 +129,23 @@ def _rows(run: Run, compared: Sequence[Way]) -> Iterator[dict[str, Any]]:
     for (size, at), rounds in sorted(results.items()):
         measured, first = ([figures for figures, *_ in each] for each in (rounds, results[size, 0]))
         yield {
-            **report.row(transport, "push_pull", size, size, measured, first),
+            **report.row(_transport(options), "push_pull", size, size, measured, first),
             "over": compared[at].name,
             "baseline": compared[0].name,
             "members": shares([(before, after) for _, before, after in rounds]),
         }
 
 
-@contextlib.contextmanager
-def _cluster(crew: Crew, way: Way, options: argparse.Namespace) -> Iterator[str]:
-    """Yields the transport."""
-    transport, near = "verbs" if options.devices else "tcp", None
-    if options.interfaces and not options.scheduler:
-        near = address(way.server["DMLC_INTERFACE"].split(",")[0])
-    where = {"scheduler": options.scheduler, "host": options.host, "near": near}
+def _cluster(
+    crew: Crew, way: Way, options: argparse.Namespace
+) -> contextlib.AbstractContextManager[None]:
+    where = {"scheduler": options.scheduler, "host": options.host}
     by_role = {"worker": way.worker, "server": way.server}
-    with crew.cluster(transport, **where, by_role=by_role):
-        yield transport
+    return crew.cluster(_transport(options), **where, by_role=by_role)
 
 
-def address(interface: str) -> str:
-    """The IPv4 address of a network interface of this host."""
-    import psutil
-
-    for found in psutil.net_if_addrs().get(interface, []):
-        if found.family.name == "AF_INET":
-            return str(found.address)
-    raise BenchError(f"--interfaces: {interface} has no IPv4 address (ip addr shows them)")
+def _transport(options: argparse.Namespace) -> str:
+    return "tcp" if options.interfaces else "verbs"
 
 
 def _serve(run: Run, compared: Sequence[Way]) -> None:

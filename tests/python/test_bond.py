@@ -124,4 +124,4 @@ def test_a_role_wants_a_scheduler(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_no_such_interface(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["bond", "--interfaces", "nope0", "--rounds", "1"]) == 1
-    assert "--interfaces: nope0 has no IPv4 address" in capsys.readouterr().err
+    assert "DMLC_INTERFACE=nope0: no such network interface" in capsys.readouterr().err

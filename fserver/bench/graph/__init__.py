@@ -1,7 +1,5 @@
 """`fserver bench graph`: measures stream channels in CUDA graphs."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import multiprocessing

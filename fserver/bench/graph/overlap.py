@@ -1,7 +1,5 @@
 """`fserver bench graph overlap`: a loop of GEMMs beside the traffic."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,6 @@
 """Round trips of several stages as a CUDA graph, alone or with the kernels of a disaggregated
 model; their time for `fserver bench graph af`."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools

@@ -1,8 +1,6 @@
 """Round trips of one channel between a worker and a server, and large messages, for `fserver bench
 graph trips`: of ours, of other libraries, of plain copies, and of a program in CUDA."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import itertools
