@@ -5,14 +5,13 @@ import contextlib
 import itertools
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from . import options as opts
 from . import report
 from .actors import WorkerActor
 from .crew import Case, Crew, Member, Nodes, pair_of, start
-from .errors import BenchError
 from .remote import CommandingWorker
 from .run import Run
 from .turns import CrewPlayer, take_turns
@@ -29,11 +28,10 @@ COLUMNS = (
 PATIENCE = 5.0  # seconds until all members are connected
 PARSER = opts.parser(
     "bond",
-    "Measures push_pulls between two processes whose connection is made of several: network "
-    "interfaces, RDMA devices, or queue pairs over a bonded NIC. Prints the round trip, the ratio "
-    "to the first line of that size, and which share of the bytes each part of the connection has "
-    f"carried. The ways take turns. {opts.CHECKED} For two hosts, run the command on both, with "
-    "the same options.",
+    "Measures push_pulls over one connection that is made of several network interfaces, RDMA "
+    "devices, or queue pairs. Prints the ratio to the first line of that size, and the share of "
+    f"each in the bytes. The ways take turns. {opts.CHECKED} For two hosts, run the command on "
+    "both, with the same options.",
     ("--interfaces", opts.names, None, "network interfaces of the worker, for TCP"),
     ("--server-interfaces", opts.names, None, "those of the server (default: the same)"),
     ("--devices", opts.names, None, "RDMA devices of the worker"),
@@ -46,28 +44,29 @@ PARSER = opts.parser(
     opts.seconds_of(0.2, "approximate length of a round, for each way and size"),
     *opts.TWO_HOSTS,
 )
+Shares = list[dict[str, Any]]
 
 
 class Way(NamedTuple):
-    """What the two sides use, and the settings of each role."""
+    """A name, and the settings of each role."""
 
     name: str
-    worker: Mapping[str, str]
-    server: Mapping[str, str]
+    worker: dict[str, str]
+    server: dict[str, str]
 
 
 class Members(WorkerActor):
-    """A worker that knows what its connection is made of."""
+    """A worker that knows the members of its connection."""
 
-    def whole(self) -> None:
-        """Waits until each member is connected, for a while."""
-        end = time.monotonic() + PATIENCE
-        while time.monotonic() < end and any(m["reason"] for m in self.members()):
+    def members(self, patience: float = 0) -> Shares:
+        """All members; none if it is not made of several. Waits until each is connected, but not
+        for more seconds than `patience`."""
+        end = time.monotonic() + patience
+        while True:
+            found = [m._asdict() for m in self.nodes[0].links()[0].members]
+            if time.monotonic() >= end or not any(m["reason"] for m in found):
+                return found
             time.sleep(0.01)
-
-    def members(self) -> list[dict[str, Any]]:
-        """The members of the connection to the server; none if it is not made of several."""
-        return [m._asdict() for m in self.nodes[0].links()[0].members]
 
 
 class FarMembers(Members, CommandingWorker):
@@ -96,100 +95,60 @@ def ways(options: argparse.Namespace) -> list[Way]:
     """What is compared, the baseline first."""
     if options.interfaces:
         theirs = options.server_interfaces or options.interfaces
-        both = [(options.interfaces[:1], theirs[:1]), (options.interfaces, theirs)]
         return [
             Way("+".join(mine), *({"DMLC_INTERFACE": ",".join(each)} for each in (mine, others)))
-            for mine, others in both
+            for mine, others in [(options.interfaces[:1], theirs[:1]), (options.interfaces, theirs)]
         ]
-    theirs = options.server_devices or options.devices
+    both = options.devices, options.server_devices or options.devices
     found = []
     for lag, pairs in itertools.product(options.lag, options.pairs):
         name = f"{'+'.join(options.devices)} x {pairs}" + (f", lag {lag}" if lag != "0" else "")
         common = {"STEPAF_QP_NUM": str(pairs), "STEPMESH_SPLIT_QP_LAG": lag}
-        mine, others = (
-            {**common, "FSERVER_RDMA_DEVICE": ",".join(each)} for each in (options.devices, theirs)
-        )
-        found.append(Way(name, mine, others))
+        own = [{**common, "FSERVER_RDMA_DEVICE": ",".join(devices)} for devices in both]
+        found.append(Way(name, *own))
     return found
 
 
-def transport(options: argparse.Namespace) -> str:
-    """What carries the bytes."""
-    return "tcp" if options.interfaces else "verbs"
-
-
-def address(interface: str) -> str:
-    """The IPv4 address of a network interface of this host."""
-    import psutil
-
-    for found in psutil.net_if_addrs().get(interface, []):
-        if found.family.name == "AF_INET":
-            return str(found.address)
-    raise BenchError(f"--interfaces: {interface} has no IPv4 address (ip addr shows them)")
-
-
-def show(members: list[dict[str, Any]]) -> str:
-    """ "eth0 51 %, eth1 49 %"; with the port of a bond, if it is known."""
-    parts = []
-    for member in members:
-        _, _, port = member["transport"].partition("/")
-        text = f"{member['interface']} {member['share']:.0f} %"
-        parts.append(f"{text} ({port})" if port.startswith("port") else text)
-    return ", ".join(parts) or "-"
-
-
-def _rows(run: Run, compared: list[Way]) -> Iterator[dict[str, Any]]:
+def _rows(run: Run, compared: Sequence[Way]) -> Iterator[dict[str, Any]]:
     """A cluster for each way and round, in the same two processes."""
     options = run.options
     worker, server = pair_of(run.cores, FarMembers if options.role else Members)
     crew = run.enter_context(start([worker] if options.role else [worker, server], run.nodes))
-    results: dict[tuple[int, int], list[tuple[report.Figures, list[dict[str, Any]]]]] = {}
+    results: dict[tuple[int, int], list[tuple[report.Figures, Shares, Shares]]] = {}
     for _, at in itertools.product(range(options.rounds), range(len(compared))):
-        for size, found in _round(crew, compared[at], options):
-            results.setdefault((size, at), []).append(found)
+        with _cluster(crew, compared[at], options):
+            crew.one("worker", "members", PATIENCE)
+            player = CrewPlayer(crew)
+            for size in options.sizes:
+                player.prepare(Case("push_pull", (size,), (size,)))
+                before = crew.one("worker", "members")
+                [[figures]] = take_turns([player], 1, options.seconds, options.iters)
+                after = crew.one("worker", "members")
+                results.setdefault((size, at), []).append((figures, before, after))
         run.step()
     for (size, at), rounds in sorted(results.items()):
-        measured = [figures for figures, _ in rounds]
-        first = [figures for figures, _ in results[size, 0]]
-        how = transport(options), "push_pull", size, size
+        measured, first = ([figures for figures, *_ in each] for each in (rounds, results[size, 0]))
         yield {
-            **report.row(*how, measured, first),
+            **report.row(_transport(options), "push_pull", size, size, measured, first),
             "over": compared[at].name,
             "baseline": compared[0].name,
-            "members": shares([m for _, m in rounds]),
+            "members": shares([(before, after) for _, before, after in rounds]),
         }
-
-
-def _round(
-    crew: Crew, way: Way, options: argparse.Namespace
-) -> Iterator[tuple[int, tuple[report.Figures, list[dict[str, Any]]]]]:
-    """Of each size, the figures of a round and what each member has sent in it."""
-    with _cluster(crew, way, options):
-        crew.one("worker", "whole")
-        player = CrewPlayer(crew)
-        for size in options.sizes:
-            player.prepare(Case("push_pull", (size,), (size,)))
-            before = crew.one("worker", "members")
-            [[figures]] = take_turns([player], 1, options.seconds, options.iters)
-            after = zip(before, crew.one("worker", "members"), strict=True)
-            sent = [{**now, "sent": now["sent"] - then["sent"]} for then, now in after]
-            yield size, (figures, sent)
 
 
 def _cluster(
     crew: Crew, way: Way, options: argparse.Namespace
 ) -> contextlib.AbstractContextManager[None]:
-    near = way.server.get("DMLC_INTERFACE", "").split(",")[0]
-    return crew.cluster(
-        transport(options),
-        scheduler=options.scheduler,
-        host=options.host,
-        near=address(near) if near and not options.scheduler else None,
-        by_role={"worker": way.worker, "server": way.server},
-    )
+    where = {"scheduler": options.scheduler, "host": options.host}
+    by_role = {"worker": way.worker, "server": way.server}
+    return crew.cluster(_transport(options), **where, by_role=by_role)
 
 
-def _serve(run: Run, compared: list[Way]) -> None:
+def _transport(options: argparse.Namespace) -> str:
+    return "tcp" if options.interfaces else "verbs"
+
+
+def _serve(run: Run, compared: Sequence[Way]) -> None:
     """The server of two hosts: a cluster for each one of the worker's, in the same order."""
     options = run.options
     member = Member("server", "remote.ObeyingServer", "server", run.cores and run.cores[1])
@@ -200,11 +159,22 @@ def _serve(run: Run, compared: list[Way]) -> None:
                 crew.all("serve", timeout=24 * 3600)
 
 
-def shares(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The members with their percentage of the bytes of all rounds."""
-    total = sum(member["sent"] for members in rounds for member in members) or 1
-    found = []
-    for i, last in enumerate(rounds[-1]):
-        sent = sum(members[i]["sent"] for members in rounds)
-        found.append({**last, "sent": sent, "share": 100 * sent / total})
-    return found
+def shares(rounds: Sequence[tuple[Shares, Shares]]) -> Shares:
+    """The members with their percentage of the bytes of all rounds. A round is the members before
+    and after it."""
+    found = [{**member, "sent": 0} for member in rounds[-1][1]]
+    for before, after in rounds:
+        for member, then, now in zip(found, before, after, strict=True):
+            member["sent"] += now["sent"] - then["sent"]
+    total = sum(member["sent"] for member in found) or 1
+    return [{**member, "share": 100 * member["sent"] / total} for member in found]
+
+
+def show(members: Shares) -> str:
+    """ "eth0 51 %, eth1 49 %"; with the port of a bond, if it is known."""
+    parts = []
+    for member in members:
+        port = member["transport"].partition("/")[2]
+        text = f"{member['interface']} {member['share']:.0f} %"
+        parts.append(f"{text} ({port})" if port.startswith("port") else text)
+    return ", ".join(parts) or "-"

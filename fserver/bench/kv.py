@@ -5,6 +5,7 @@ bench_kv.cc is the program of all roles. This starts its processes, and reads th
 
 import argparse
 import contextlib
+import itertools
 import os
 import re
 import statistics
@@ -12,8 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
-from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fserver.run.gpus import seen
 
@@ -28,10 +28,7 @@ OPS = ("push", "pull", "push_pull")
 MEMORY = ("cpu", "cpu:gpu", "gpu:cpu", "gpu")
 ROUND_BYTES = 64 << 20  # of a round, if --iters is not given
 TIMEOUT = 600.0  # seconds; one line of the table
-LINE = re.compile(
-    r"(worker \d+(?:, thread \d+)?): \w+: Application goodput: ([\d.]+) Gbps, "
-    r"([\d.]+) messages/s\. count = (\d+)"
-)
+LINE = re.compile(r"(worker \d+.*): \w+: Application goodput: ([\d.]+) Gbps, ([\d.]+) messages/s")
 COLUMNS = (
     report.Column("place", -6, "place"),
     report.Column("memory", -7, "memory"),
@@ -47,20 +44,12 @@ COLUMNS = (
 PARSER = opts.parser(
     "kv",
     "Measures pushes and pulls of keys and values between C++ programs that use ps/ps.h, as "
-    "ps-lite's benchmark does. Each key has a request of its own. A round sends requests for all "
-    "keys some number of times, and waits for them each time. The table shows the median goodput "
-    "over the rounds, in 10^9 bits per second of one direction, the slowest and the fastest round, "
-    "and the messages per second; workers are summed up. Before and after the rounds, all bytes "
-    "are pushed, pulled and compared. Places are as in `fserver bench pingpong`; remote is over "
-    "TCP, and joint has processes that are worker and server. For two hosts, run the command on "
-    "both, with the same options. Each line of the table uses the next port.",
+    "ps-lite's benchmark does. The table shows the goodput of one direction in 10^9 bits per "
+    "second: the median over the rounds, the slowest and the fastest round; workers are summed up. "
+    "For two hosts, run the command on both, with the same options. Each line of the table uses "
+    "the next port. docs/benchmarks.md says more.",
     ("--places", opts.some_of(opts.PLACES), "local,joint", f"places, of {', '.join(opts.PLACES)}"),
-    (
-        "--memory",
-        opts.some_of(MEMORY),
-        "cpu",
-        f"where values are, at the workers and at the servers, of {', '.join(MEMORY)}",
-    ),
+    ("--memory", opts.some_of(MEMORY), "cpu", f"of workers:servers, of {', '.join(MEMORY)}"),
     ("--ops", opts.some_of(OPS), ",".join(OPS), f"operations, of {', '.join(OPS)}"),
     ("--transport", opts.names, "tcp,cma", "transports: tcp, cma (inside a host), verbs, or auto"),
     ("--sizes", opts.sizes, "4K,64K,1M", "bytes of a key"),
@@ -84,196 +73,140 @@ class Case(NamedTuple):
     op: str
     bytes: int
 
-    def on_gpu(self, role: str) -> bool:
-        """Whether the values of a process of that role are on a GPU."""
-        worker, _, server = self.memory.partition(":")
-        where = {"worker": worker, "server": server or worker, "joint": self.memory}
-        return "gpu" in where.get(role, "")
-
-
-class Process(NamedTuple):
-    """A process of a cluster, and what it has printed."""
-
-    name: str
-    process: "subprocess.Popen[bytes]"
-    log: IO[str]
-
-    def text(self) -> str:
-        """All of its output so far."""
-        self.log.seek(0)
-        return self.log.read()
-
 
 def main(argv: list[str]) -> int:
     """Runs the benchmark; returns the exit status."""
     options = PARSER.parse_args(argv)
-    _check(options)
-    planned = cases(options)
+    opts.check_hosts(PARSER, options)
+    if options.role:
+        options.places = ["remote"]
+    if "joint" in options.places and options.workers != options.servers:
+        PARSER.error("--places joint: want the same number of --workers and --servers")
+    lists = options.places, options.memory, options.transport, options.ops, options.sizes
+    planned = [Case(*each) for each in itertools.product(*lists)]
     with Run("kv", options, columns=COLUMNS, steps=len(planned)) as run:
-        program = compiled("bench_kv.cc")
         if options.role != "server":
             run.header()
         for at, case in enumerate(planned):
-            row = _measure(program, case, run, at)
+            count = ROUND_BYTES // (case.bytes * options.keys * options.servers)
+            iters = options.iters or min(max(count, 10), 1000)
+            reason = _unable(case, options)
+            log = "" if reason else _logged(run, case, iters, at)
+            row = {**case._asdict(), "keys": options.keys, "iters": iters, "skipped": reason}
             if options.role != "server":
-                run.add(row)
+                run.add({**row, **figures(log)})
             run.step()
         run.finish()
     return 0
 
 
-def cases(options: argparse.Namespace) -> list[Case]:
-    """The lines of the table. On one host, a remote place has tcp alone."""
-    return [
-        Case(place, memory, transport, op, size)
-        for place in options.places
-        for memory in options.memory
-        for transport in (["tcp"] if place == "remote" and not options.role else options.transport)
-        for op in options.ops
-        for size in options.sizes
-    ]
-
-
-def _measure(program: Path, case: Case, run: Run, at: int) -> dict[str, Any]:
-    """Runs a cluster. `at`: the number of the line."""
-    options = run.options
-    count = ROUND_BYTES // (case.bytes * options.keys * options.servers)
-    iters = options.iters or min(max(count, 10), 1000)
-    row = {**case._asdict(), "iters": iters, "skipped": None}
-    row |= {name: getattr(options, name) for name in ("keys", "workers", "servers", "threads")}
-    host = options.host
+def _unable(case: Case, options: argparse.Namespace) -> str | None:
+    """Why a case cannot be measured here."""
     if case.place == "remote" and not options.role:
-        host = own_address()
-        if not host:
-            return {**row, **figures({}), "skipped": NO_ADDRESS}
+        if case.transport != "tcp":
+            return "on one host, a remote place takes tcp"
+        if not own_address():
+            return NO_ADDRESS
+    if "gpu" in case.memory and not seen(os.environ):
+        return "this host has no GPU that can be used (run `fserver doctor` for the reason)"
+    return None
+
+
+def _logged(run: Run, case: Case, iters: int, at: int) -> str:
+    """Runs the processes of line `at`; returns what they have printed. Raises BenchError."""
+    options, processes = run.options, dict[str, "subprocess.Popen[bytes]"]()
+    command = [str(compiled("bench_kv.cc")), str(case.bytes), str(options.rounds * iters), case.op]
+    worker, _, server = case.memory.partition(":")
+    memory = {"worker": worker, "server": server or worker, "joint": case.memory}
+    cores = run.cores
+    assert cores
+    pinned = {"worker": cores[:1], "server": cores[1:], "joint": cores}
     with contextlib.ExitStack() as stack:
-        where = options.scheduler or stack.enter_context(free_port(host or "127.0.0.1"))
-        name, _, port = where.rpartition(":")
-        common = _environment(options, case, iters)
-        common["DMLC_PS_ROOT_URI"] = name.strip("[]")
-        common["DMLC_PS_ROOT_PORT"] = str(int(port) + (at if options.scheduler else 0))
-        if host:
-            common["DMLC_NODE_HOST"] = host
-        command = [str(program), str(case.bytes), str(options.rounds * iters), case.op]
-        processes: list[Process] = []
-        stack.callback(_end, processes)
+        common = _environment(stack, options, case, iters, at)
+        log = stack.enter_context(tempfile.TemporaryFile("a+"))
         for role, rank in members(options, case.place):
-            env, pinned = _own(common, role, case, run.cores)
-            log = stack.enter_context(tempfile.TemporaryFile("w+"))
-            env["DMLC_NODE_RANK"] = str(rank)
-            process = subprocess.Popen([*pinned, *command], env=env, stdout=log, stderr=log)
-            processes.append(Process(f"{role} {rank}", process, log))
-        return {**row, **figures(lines(_wait(processes)))}
+            env = {**common, "DMLC_ROLE": role, "DMLC_NODE_RANK": str(rank)}
+            if "gpu" in memory.get(role, ""):
+                gpu = seen(common) - 1 if role == "server" else 0
+                env |= {"STEPMESH_BACKEND": "GPU", "STEPMESH_GPU": str(gpu)}
+            core = ",".join(map(str, pinned.get(role, ())))
+            taskset = ["taskset", "-c", core] if core else []
+            made = subprocess.Popen([*taskset, *command], env=env, stdout=log, stderr=log)
+            processes[f"{role} {rank}"] = stack.enter_context(made)
+            stack.callback(made.kill)
+        status = _statuses(processes)
+        log.seek(0)
+        text = log.read()
+    if any(code != 0 for code in status.values()):
+        raise BenchError(f"bench_kv failed; the statuses are {status}, and it printed: {text}")
+    return text
+
+
+def _statuses(processes: Mapping[str, "subprocess.Popen[bytes]"]) -> dict[str, int | None]:
+    """The exit statuses when all have ended, one has failed, or it takes too long."""
+    end = time.monotonic() + TIMEOUT
+    while True:
+        status = {name: process.poll() for name, process in processes.items()}
+        if any(status.values()) or None not in status.values() or time.monotonic() > end:
+            return status
+        time.sleep(0.01)
 
 
 def members(options: argparse.Namespace, place: str) -> list[tuple[str, int]]:
     """The processes of this host: role and rank of each."""
-    workers = [("worker", i) for i in range(options.workers)]
-    servers = [("scheduler", 0), *(("server", i) for i in range(options.servers))]
+    counts = {"scheduler": 1, "server": options.servers, "worker": options.workers}
     if place == "joint":
-        return [servers[0], *(("joint", i) for i in range(options.workers))]
-    return (servers if options.role != "worker" else []) + (
-        workers if options.role != "server" else []
-    )
+        counts = {"scheduler": 1, "joint": options.workers}
+    elif options.role == "worker":
+        counts = {"worker": options.workers}
+    elif options.role == "server":
+        del counts["worker"]
+    return [(role, rank) for role, count in counts.items() for rank in range(count)]
 
 
-def _environment(options: argparse.Namespace, case: Case, iters: int) -> dict[str, str]:
-    """What all processes have in common."""
+def _environment(
+    stack: contextlib.ExitStack, options: argparse.Namespace, case: Case, iters: int, at: int
+) -> dict[str, str]:
+    """What all processes have in common. Their port is taken until the stack ends."""
+    host = own_address() if case.place == "remote" and not options.role else options.host
+    where = options.scheduler or stack.enter_context(free_port(host or "127.0.0.1"))
+    address, _, port = where.rpartition(":")
     own = (*OTHERS, "BENCHMARK_", "TEST_NUM_GPU_", "TOTAL_DURATION")
-    numbers = {
+    variables = {
+        "STEPMESH_BACKEND": "CPU",
+        "DMLC_PS_ROOT_URI": address.strip("[]"),
+        "DMLC_PS_ROOT_PORT": int(port) + (at if options.scheduler else 0),
         "DMLC_NUM_WORKER": options.workers,
         "DMLC_NUM_SERVER": options.servers,
         "NUM_KEY_PER_SERVER": options.keys,
         "LOG_DURATION": iters,
         "BENCHMARK_NTHREAD": options.threads,
         "ENABLE_RECV_BUFFER": int(options.registered),
-        "TEST_NUM_GPU_WORKER": int(case.on_gpu("worker")),
-        "TEST_NUM_GPU_SERVER": int(case.on_gpu("server")),
-    }
-    return {
-        **{k: v for k, v in os.environ.items() if not k.startswith(own)},
+        "TEST_NUM_GPU_WORKER": int(case.memory in ("gpu", "gpu:cpu")),
+        "TEST_NUM_GPU_SERVER": int(case.memory in ("gpu", "cpu:gpu")),
         **transport_settings(case.transport),
-        **{name: str(value) for name, value in numbers.items()},
+        **({"DMLC_NODE_HOST": host} if host else {}),
         **({} if options.role else secret()),
     }
+    given = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    return {**given, **{name: str(value) for name, value in variables.items()}}
 
 
-def _own(
-    common: Mapping[str, str], role: str, case: Case, cores: tuple[int, int] | None
-) -> tuple[dict[str, str], list[str]]:
-    """The environment of a process, and the command that pins it."""
-    env = {**common, "DMLC_ROLE": role, "STEPMESH_BACKEND": "CPU"}
-    if case.on_gpu(role):
-        gpu = seen(common) - 1 if role == "server" else 0
-        env.update(STEPMESH_BACKEND="GPU", STEPMESH_GPU=str(gpu))
-    usable = {"worker": cores and cores[:1], "server": cores and cores[1:], "joint": cores}
-    pinned = usable.get(role)
-    return env, ["taskset", "-c", ",".join(map(str, pinned))] if pinned else []
-
-
-def _wait(processes: list[Process]) -> str:
-    """Waits for all processes; returns what they have printed.
-
-    Raises:
-        BenchError: one has failed, or they take too long.
-    """
-    end = time.monotonic() + TIMEOUT
-    while True:
-        running = [p.name for p in processes if p.process.poll() is None]
-        for p in processes:
-            if p.process.poll():
-                text = p.text().strip() or "it has printed nothing"
-                raise BenchError(f"{p.name} ended with status {p.process.returncode}: {text}")
-        if not running:
-            return "\n".join(p.text() for p in processes)
-        if time.monotonic() > end:
-            raise BenchError(f"bench_kv: {', '.join(running)} did not end within {TIMEOUT:g} s")
-        time.sleep(0.01)
-
-
-def _end(processes: list[Process]) -> None:
-    """Ends those that still run."""
-    for p in processes:
-        p.process.kill()
-        p.process.wait()
-
-
-def lines(text: str) -> dict[str, list[tuple[float, float]]]:
-    """Goodput and messages of each line of the log, by who has written it."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for match in LINE.finditer(text):
-        found.setdefault(match[1], []).append((float(match[2]), float(match[3])))
-    return found
-
-
-def figures(found: Mapping[str, list[tuple[float, float]]]) -> dict[str, Any]:
+def figures(log: str) -> dict[str, Any]:
     """Medians over the rounds, and the slowest and the fastest one. Workers and threads are summed
     up."""
+    rounds: dict[str, list[tuple[float, float]]] = {}
+    for who, goodput, messages in LINE.findall(log):
+        rounds.setdefault(who, []).append((float(goodput), float(messages)))
 
-    def total(column: int, what: Any) -> float | None:
-        values = [what([line[column] for line in rounds]) for rounds in found.values()]
+    def total(what: Any, column: int = 0) -> float | None:
+        values = [what([line[column] for line in lines]) for lines in rounds.values()]
         return round(sum(values), 4) if values else None
 
+    median = statistics.median
+    found = {"goodput_gbps": total(median), "goodput_min": total(min), "goodput_max": total(max)}
     return {
-        "rounds": max(map(len, found.values()), default=0),
-        "goodput_gbps": total(0, statistics.median),
-        "goodput_min": total(0, min),
-        "goodput_max": total(0, max),
-        "messages": total(1, statistics.median),
+        **found,
+        "messages": total(median, 1),
+        "rounds": max(map(len, rounds.values()), default=0),
     }
-
-
-def _check(options: argparse.Namespace) -> None:
-    opts.check_hosts(PARSER, options)
-    if options.role:
-        options.places = ["remote"]
-    if "joint" in options.places and options.workers != options.servers:
-        PARSER.error(
-            f"--places joint: --workers {options.workers} and --servers {options.servers} differ, "
-            "but each process is a worker and a server: give the same number"
-        )
-    if any("gpu" in memory for memory in options.memory) and seen(os.environ) == 0:
-        raise BenchError(
-            f"--memory {','.join(options.memory)}: this host has no GPU that can be used (run "
-            "`fserver doctor` for the reason, or give --memory cpu)"
-        )

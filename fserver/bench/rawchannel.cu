@@ -74,13 +74,13 @@ __global__ void take(unsigned *flags, unsigned n, unsigned *count) {
     *count = next;
 }
 
-static void report(const std::string &work, size_t push, size_t pull, std::vector<double> v) {
+static void report(const std::string &what, size_t push, size_t pull, std::vector<double> v) {
   if (side != 0)
     return;
   std::sort(v.begin(), v.end());
-  printf("{\"work\": \"raw %s\", \"push\": %zu, \"pull\": %zu, \"p50_us\": %.2f, \"p99_us\": %.2f, \"min_us\": %.2f, "
+  printf("{\"what\": \"%s\", \"push\": %zu, \"pull\": %zu, \"p50_us\": %.2f, \"p99_us\": %.2f, \"min_us\": %.2f, "
          "\"n\": %zu}\n",
-         work.c_str(), push, pull, v[v.size() / 2], v[v.size() * 99 / 100], v[0], v.size());
+         what.c_str(), push, pull, v[v.size() / 2], v[v.size() * 99 / 100], v[0], v.size());
   fflush(stdout);
 }
 

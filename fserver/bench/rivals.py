@@ -8,12 +8,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 
-from .actors import POISON, Actor, first_difference, own_seed
-from .crew import Member, Nodes, start
+from .actors import POISON, first_difference, own_seed
+from .crew import Nodes
 from .errors import BenchError, GaveUpError, WrongDataError
 from .libraries import BIG, ENVIRONMENT, ON_CPU, ON_GPUS, copies, missing, pair
 from .report import Figures, figures
@@ -50,17 +49,15 @@ class RivalActor(SideActor):
 
     def verify(self, seed: int) -> None:
         """A round trip of new data into poisoned memory, compared byte by byte."""
-        way, roles = self.way, ("worker", "server")
-        mine, theirs = (own_seed(seed, roles[i], 0, 0) for i in (self.index, 1 - self.index))
-        self.pattern.fill(way.source, mine)
+        way, seeds = self.way, [own_seed(seed, role, 0, 0) for role in ("worker", "server")]
+        self.pattern.fill(way.source, seeds[self.index])
         way.landing.fill_(POISON)
         self.settle()
         self.barrier()
         self.trip()
         want = torch.empty_like(way.landing)
-        self.pattern.fill(want, theirs)
-        difference = first_difference(way.landing, want)
-        if difference:
+        self.pattern.fill(want, seeds[1 - self.index])
+        if difference := first_difference(way.landing, want):
             raise WrongDataError(difference)
         self.barrier()
 
@@ -75,85 +72,72 @@ class RivalActor(SideActor):
             samples.append(now() - start)
         return figures(samples)
 
-
-class WireActor(Actor):
-    """A process that sees both GPUs."""
-
     def wire(self, *gpus: int) -> Figures:
-        """`copies`."""
+        """`copies`, by one process that sees both GPUs."""
         return copies((gpus[0], gpus[1]))
 
 
 def wire(gpus: tuple[int, int]) -> Figures:
-    """`copies` in a process of its own.
-
-    Raises:
-        BenchError: that went wrong.
-    """
-    with start([Member("wire", WireActor, "worker")], Nodes()) as crew:
-        found: Figures = crew.all("wire", *gpus, timeout=LIMIT)[0]
+    """`copies` in a process of its own. Raises BenchError."""
+    team = Team(RivalActor, (1, 0))
+    try:
+        team.results()
+        found: Figures = team.call(LIMIT, "wire", *gpus)[0]
         return found
+    finally:
+        team.close()
 
 
 class Rival:
-    """A library as a player, with two processes of its own. What goes wrong with it is its own
-    affair: it is out, with its processes, and says why.
-
-    Attributes:
-        way: its name.
-        reason: why it can do no more, in one line; None: it can.
-    """
+    """A library as a player, with two processes of its own on these GPUs or on the CPU, which begin
+    to start. When something goes wrong with it, it is out; `reason` says why in one line."""
 
     unit = 1
 
-    def __init__(self, way: str, reason: str | None = None) -> None:
-        self.way, self.reason = way, reason
-        self.team: Team | None = None
+    def __init__(
+        self,
+        way: str,
+        gpus: tuple[int, int] | None,
+        cores: tuple[int, int] | None,
+        nodes: Nodes,
+    ):
+        self.way, self.gpus, self.reason = way, gpus, _unable(way, gpus)
         self._p50_us = 0.0  # of the last round
-
-    def start(
-        self, gpus: tuple[int, int] | None, cores: tuple[int, int] | None, nodes: Nodes
-    ) -> None:
-        """Starts the processes, and does not wait for them."""
         with contextlib.suppress(GaveUpError), self._guarded():
             variables = ENVIRONMENT if gpus else {}
             self.team = Team(RivalActor, (1, 1), (), _apart(cores), variables, nodes)
 
-    def join(self, gpus: tuple[int, int] | None, room: int) -> None:
-        """Has them join, with tensors on these two or on the CPU."""
-        with contextlib.suppress(GaveUpError), self._guarded() as team:
-            team.results()
-            team.call(2 * LIMIT, "join", self.way, room, gpus)
+    def join(self, room: int) -> None:
+        with contextlib.suppress(GaveUpError), self._guarded():
+            self.team.results()
+            self.team.call(2 * LIMIT, "join", self.way, room, self.gpus)
 
     def prepare(self, out: int, back: int) -> None:
-        """The bytes there and home of the next rounds."""
-        with contextlib.suppress(GaveUpError), self._guarded() as team:
-            team.call(LIMIT, "prepare", out, back)
+        with contextlib.suppress(GaveUpError), self._guarded():
+            self.team.call(LIMIT, "prepare", out, back)
 
     def check(self, seed: int) -> None:
-        """A round trip that is compared."""
-        with self._guarded() as team:
-            team.call(LIMIT, "verify", seed)
+        with self._guarded():
+            self.team.call(LIMIT, "verify", seed)
 
     def measure(self, warmup: int, count: int) -> Figures:
-        """As the side sees it that begins."""
-        with self._guarded() as team:
+        with self._guarded():
             # Ten times what is to be expected, of an exchange that took as long as the last ones.
             more = 10 * (warmup + count) * self._p50_us / 1e6
-            found: Figures = team.call(LIMIT + more, "measure", warmup, count)[0]
+            found: Figures = self.team.call(LIMIT + more, "measure", warmup, count)[0]
         self._p50_us = found["p50_us"]
         return found
 
-    @contextlib.contextmanager
-    def _guarded(self) -> Iterator[Any]:
-        """The team; keeps the reason when something goes wrong.
+    def close(self) -> None:
+        if hasattr(self, "team"):
+            self.team.close()
 
-        Raises:
-            GaveUpError: something did, now or before.
-        """
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Keeps the reason when something goes wrong. Raises GaveUpError then, and ever after."""
         if self.reason is None:
             try:
-                yield self.team
+                yield
                 return
             except (BenchError, OSError) as error:
                 print(f"bench: {self.way}:\n{error}", file=sys.stderr, flush=True)
@@ -170,20 +154,14 @@ def beside(
     nodes: Nodes,
 ) -> list[Rival]:
     """A player for each of the names of WAYS; those that cannot play know why. They end with the
-    stack.
-
-    Args:
-        gpus: of the two sides of ours; None: tensors are on the CPU.
-        room: bytes of the largest message.
-        cores: of the two sides of ours.
-    """
-    players = [Rival(way, _unable(way, gpus)) for way in names]
-    able = [player for player in players if player.reason is None]
-    stack.callback(_close, able)
-    for player in able:
-        player.start(gpus, cores, nodes)
-    with ThreadPoolExecutor(max(len(able), 1)) as pool:
-        list(pool.map(lambda player: player.join(gpus, room), able))
+    stack. `gpus` and `cores` are of the two sides of ours, and `room` is the bytes of the largest
+    message."""
+    players = []
+    for way in names:
+        players.append(Rival(way, gpus, cores, nodes))
+        stack.callback(players[-1].close)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda player: player.join(room), players))
     return players
 
 
@@ -194,14 +172,6 @@ def _unable(way: str, gpus: tuple[int, int] | None) -> str | None:
     if gpus and gpus[0] == gpus[1]:
         return "it takes two GPUs, and there is one"
     return missing(way)
-
-
-def _close(players: Sequence[Rival]) -> None:
-    teams = [player.team for player in players if player.team]
-    for team in teams:
-        team.leave()
-    for team in teams:
-        team.close()
 
 
 def _apart(cores: tuple[int, int] | None) -> tuple[Sequence[int], ...]:

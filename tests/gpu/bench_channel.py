@@ -12,6 +12,7 @@ without any of these.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -26,7 +27,6 @@ sys.path.insert(0, str(HERE.parent.parent))
 import torch  # noqa: E402
 from pair import Pair, Side  # noqa: E402
 
-from fserver.bench.graph.side import undisturbed  # noqa: E402
 from fserver.bench.report import percentile  # noqa: E402
 
 KIB = 1 << 10
@@ -52,20 +52,22 @@ def _time(side: Side, run: Any, count: int, per: int, by_gpu: bool = False) -> l
     the start to the end on the GPU, without what the CPU takes to launch it and to be woken."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     values = []
-    with undisturbed():
-        for i in range(count + 5):
-            torch.cuda.synchronize()
-            side.together()
-            started = time.perf_counter_ns()
-            if by_gpu:
-                begin.record()
-            run()
-            if by_gpu:
-                end.record()
-            torch.cuda.current_stream().synchronize()
-            took = (time.perf_counter_ns() - started) / 1000
-            if i >= 5:
-                values.append((begin.elapsed_time(end) * 1000 if by_gpu else took) / per)
+    gc.collect()
+    gc.disable()
+    for i in range(count + 5):
+        torch.cuda.synchronize()
+        side.together()
+        started = time.perf_counter_ns()
+        if by_gpu:
+            begin.record()
+        run()
+        if by_gpu:
+            end.record()
+        torch.cuda.current_stream().synchronize()
+        took = (time.perf_counter_ns() - started) / 1000
+        if i >= 5:
+            values.append((begin.elapsed_time(end) * 1000 if by_gpu else took) / per)
+    gc.enable()
     return values
 
 

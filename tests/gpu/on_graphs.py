@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fserver.bench.graph.side import GraphSide
-from fserver.bench.graph.traffic import Traffic, ours
+from fserver.bench.graph.traffic import Model, Traffic, ours
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "long"))
 
@@ -41,6 +41,18 @@ class CheckedSide(GraphSide, SoakActor):
     def gpus(self) -> int:
         """Each side has the GPU of its number."""
         return self.count
+
+    def channel(self, *args: Any) -> Any:
+        """Keeps the path of the last one."""
+        made = super().channel(*args)
+        self.path = made.path
+        return made
+
+
+def model(side: CheckedSide, mode: str, shape: tuple[int, ...]) -> Model:
+    """The traffic of layers, stages, rows and width."""
+    layers, stages, rows, width = shape
+    return Model(side, ours(side, mode, [(rows * width, 2 * rows * width)] * stages), layers)
 
 
 def _memory(side: CheckedSide) -> dict[str, Any]:
@@ -71,7 +83,7 @@ def memory(
 ) -> dict[str, Any]:
     """What is in use after replays for so many exchanges, or seconds, beside what was after a tenth
     of that; five samples on the way."""
-    t = Traffic(side, ours(side, mode, shape), shape)
+    t = model(side, mode, shape)
     t.capture()
     wrong = t.checked()
     replay_ms = max(side.exchange(median(t.timed(10))))
@@ -79,13 +91,12 @@ def memory(
 
     def go(replays: int) -> None:
         side.barrier()
-        with side.on(t.main):
+        with torch.cuda.stream(t.main):
             for i in range(replays):
                 t.replay()
                 if i % 50 == 49:
                     side.sync()
-        side.sync()
-        t.check()
+        t.meet()
 
     for _ in range(3):  # what looks warms up too
         _memory(side)
@@ -164,16 +175,15 @@ def _eager(side: CheckedSide, kind: str, shape: tuple[int, ...], trips: int) -> 
 
 def _channel(side: CheckedSide, kind: str, shape: tuple[int, ...], trips: int) -> dict[str, Any]:
     """Of a channel in a mode, or as a graph."""
-    shape = (trips, 1, *shape[2:])
-    t = Traffic(side, ours(side, kind.split()[0], shape), shape, compute=False)
+    _, _, rows, width = shape
+    ways = ours(side, kind.split()[0], [(rows * width, 2 * rows * width)])
+    t = Traffic(side, ways, trips)
     t.capture()
     t.poison()
-    for tensor in t.out:
-        tensor.fill_(1)
     side.sync()
     side.barrier()
-    with side.on(t.main):
+    with torch.cuda.stream(t.main):
         found = _profiled(side, t.replay if kind == "copy graph" else t.body)
-    how, wrong = t.channels[0].path, sum(int((x != 1).sum()) for x in t.incoming)
+    wrong = t.wrong()
     t.close()
-    return {**found, "transport": how, "wrong": wrong}
+    return {**found, "transport": side.path, "wrong": wrong}

@@ -101,7 +101,9 @@ def test_shares() -> None:
     def member(sent: int) -> dict[str, object]:
         return {"interface": "n0", "transport": "verbs/port2", "sent": sent}
 
-    found = bond.shares([[member(1), member(2)], [member(3), member(4)]])
+    rounds = [(1, 2), (2, 4), (5, 8)]
+    all_of = [[member(a), member(b)] for a, b in rounds]
+    found = bond.shares([(all_of[0], all_of[1]), (all_of[1], all_of[2])])
     assert [m["sent"] for m in found] == [4, 6]
     assert bond.show(found) == "n0 40 % (port2), n0 60 % (port2)"
     assert bond.show([]) == "-"
@@ -122,4 +124,4 @@ def test_a_role_wants_a_scheduler(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_no_such_interface(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["bond", "--interfaces", "nope0", "--rounds", "1"]) == 1
-    assert "--interfaces: nope0 has no IPv4 address" in capsys.readouterr().err
+    assert "DMLC_INTERFACE=nope0: no such network interface" in capsys.readouterr().err
