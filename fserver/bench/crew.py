@@ -252,7 +252,6 @@ class Crew:
         host: str | None = None,
         scheduler: str | None = None,
         device: str = "cpu",
-        near: str | None = None,
         by_role: Mapping[str, Mapping[str, str]] | None = None,
     ) -> Iterator[None]:
         """Makes nodes in the processes, connects them, and lets them leave together.
@@ -262,7 +261,6 @@ class Crew:
             host: address of this host for all of them (default 127.0.0.1).
             scheduler: "host:port", if the counterpart of the one process is on another host.
             device: "gpu": tensors of workers are on the first, those of servers on the last GPU.
-            near: address of this host for the scheduler alone (default: host).
             by_role: more settings of workers and of servers.
         """
         sizes = {p.name: (counts or {}).get(p.name, p.member.nodes) for p in self.peers}
@@ -276,7 +274,7 @@ class Crew:
         settings = {**transport_settings(transport), **({} if scheduler else secret())}
         ranks = {role: itertools.count() for role in total}
         with contextlib.ExitStack() as stack:
-            address = scheduler or stack.enter_context(free_port(near or host or "127.0.0.1"))
+            address = scheduler or stack.enter_context(free_port(host or "127.0.0.1"))
             for peer in self.peers:
                 role = peer.member.role
                 gpu = self.gpus[role == "server"] if device == "gpu" else None

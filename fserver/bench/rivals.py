@@ -14,11 +14,11 @@ import torch
 from .actors import POISON, first_difference, own_seed
 from .crew import Nodes
 from .errors import BenchError, GaveUpError, WrongDataError
-from .libraries import BIG, ENVIRONMENT, ON_CPU, ON_GPUS, copies, missing, pair
+from .libraries import BIG, ENVIRONMENT, ON_CPU, ON_GPUS, missing, pair
 from .report import Figures, figures
 from .team import SideActor, Team
 
-__all__ = ("BIG", "ON_CPU", "ON_GPUS", "WAYS", "Rival", "beside", "reason", "wire")
+__all__ = ("BIG", "ON_CPU", "ON_GPUS", "WAYS", "Rival", "beside", "reason")
 
 WAYS = (*ON_GPUS, *ON_CPU)
 LIMIT = 20.0  # seconds; what is done in one go, the first of which takes longest; to join: twice
@@ -71,21 +71,6 @@ class RivalActor(SideActor):
             self.trip()
             samples.append(now() - start)
         return figures(samples)
-
-    def wire(self, *gpus: int) -> Figures:
-        """`copies`, by one process that sees both GPUs."""
-        return copies((gpus[0], gpus[1]))
-
-
-def wire(gpus: tuple[int, int]) -> Figures:
-    """`copies` in a process of its own. Raises BenchError."""
-    team = Team(RivalActor, (1, 0))
-    try:
-        team.results()
-        found: Figures = team.call(LIMIT, "wire", *gpus)[0]
-        return found
-    finally:
-        team.close()
 
 
 class Rival:
