@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from . import schedules
+from . import documents, schedules, sliding
 
 
 class Algorithm(NamedTuple):
@@ -28,20 +28,22 @@ class Algorithm(NamedTuple):
 
 
 def _queries(blocks: schedules.Blocks, overlap: bool) -> Algorithm:
-    forward = partial(schedules.queries_forward, overlap=overlap)
-    backward = partial(schedules.broadcast_backward, ahead=overlap, behind=overlap)
+    forward = partial(schedules.queries_forward, blocks=blocks, overlap=overlap)
+    backward = partial(schedules.broadcast_backward, blocks=blocks, ahead=overlap, behind=overlap)
     return Algorithm(blocks, forward, backward, uneven=True)
 
 
 def _gather(blocks: schedules.Blocks, pieces: int, together: int = 0) -> Algorithm:
-    forward = partial(schedules.gather_forward, pieces=pieces)
-    backward = partial(schedules.gather_backward, pieces=pieces)
+    forward = partial(schedules.gather_forward, blocks=blocks, pieces=pieces)
+    backward = partial(schedules.gather_backward, blocks=blocks, pieces=pieces)
     return Algorithm(blocks, forward, backward, together=together)
 
 
 def _broadcast(behind: bool, together: int = 0) -> Algorithm:
-    backward = partial(schedules.broadcast_backward, ahead=True, behind=behind)
-    return Algorithm(schedules.zigzag, schedules.broadcast_forward, backward, together=together)
+    blocks = schedules.zigzag
+    forward = partial(schedules.broadcast_forward, blocks=blocks)
+    backward = partial(schedules.broadcast_backward, blocks=blocks, ahead=True, behind=behind)
+    return Algorithm(blocks, forward, backward, together=together)
 
 
 EVERY_OWNER = 1 << 30
@@ -57,3 +59,9 @@ ALGORITHMS = {
     "X4": _broadcast(behind=False, together=1),
     "X4o": _broadcast(behind=True),
 }
+
+DOCUMENTS = Algorithm(schedules.zigzag, documents.forward, documents.backward)
+"""What X3 and `auto` are for packed documents."""
+
+SLIDING = Algorithm(schedules.contiguous, sliding.forward, sliding.backward, uneven=True)
+"""What `auto` is for a window, with packed documents or without."""

@@ -50,12 +50,15 @@ class Kernel(NamedTuple):
     name: str
     grouped: bool  # takes k and v with fewer heads than q
     usable: Callable[[Tensor, Tensor, Tensor, bool], bool]
-    forward: Callable[[Tensor, Tensor, Tensor, bool, float], Pair]
-    backward: Callable[[Given, bool, float], Triple]
+    forward: Callable[..., Pair]  # of q, k, v, causal and scale
+    backward: Callable[..., Triple]  # of Given, causal and scale
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Pair:
-    """Gives out and lse. Without keys they are 0 and -inf.
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
+) -> Pair:
+    """Gives out and lse. Without keys they are 0 and -inf. `mask`, ``[Sq, Sk]``: whether a row sees
+    a key.
 
     Raises:
         ConfigError: no kernel takes these tensors.
@@ -70,12 +73,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Pair
     if not (q.shape[2] and k.shape[2]):
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulator(q.dtype))
         return torch.zeros_like(q).transpose(1, 2), lse
-    kernel = choose(q, k, v, causal)
-    out, lse = kernel.forward(q, *_heads(kernel, q, k, v), causal, scale)
+    kernel, more = _masking(choose(q, k, v, causal), mask)
+    out, lse = kernel.forward(q, *_heads(kernel, q, k, v), causal, scale, *more)
     return out.transpose(1, 2), lse
 
 
-def backward(given: Given, causal: bool, scale: float) -> Triple:
+def backward(given: Given, causal: bool, scale: float, mask: Tensor | None = None) -> Triple:
     """Gives what these rows and keys add to dq, dk and dv.
 
     Raises:
@@ -84,14 +87,22 @@ def backward(given: Given, causal: bool, scale: float) -> Triple:
     dout, q, k, v, out = (t.transpose(1, 2) for t in given[:5])
     if not (q.shape[2] and k.shape[2]):
         return torch.zeros_like(given.q), torch.zeros_like(given.k), torch.zeros_like(given.v)
-    kernel = choose(q, k, v, causal)
+    kernel, more = _masking(choose(q, k, v, causal), mask)
     heads = _heads(kernel, q, k, v)
-    grads = kernel.backward(Given(dout, q, *heads, out, given.lse.contiguous()), causal, scale)
+    all_of = Given(dout, q, *heads, out, given.lse.contiguous())
+    grads = kernel.backward(all_of, causal, scale, *more)
     dq, dk, dv = (t.transpose(1, 2) for t in grads)
     if heads[0] is not k:  # they had been repeated
         groups = (t.unflatten(2, (k.shape[1], -1)) for t in (dk, dv))
         dk, dv = (t.sum(3, dtype=accumulator(t.dtype)) for t in groups)
     return dq, dk, dv
+
+
+def _masking(kernel: Kernel, mask: Tensor | None) -> tuple[Kernel, tuple[Tensor, ...]]:
+    """Returns the kernel that is taken for a mask, and the arguments that it has beside."""
+    if mask is None:
+        return kernel, ()
+    return kernel if kernel is CPU_FLASH else REFERENCE, (mask,)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -232,32 +243,47 @@ def _efficient_backward(given: Given, causal: bool, scale: float) -> Triple:
     return dq, dk, dv
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Pair:
+def _bias(q: Tensor, mask: Tensor | None) -> Tensor | None:
+    """A mask as what is added to the scores."""
+    if mask is None:
+        return None
+    return q.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+
+
+def _cpu_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
+) -> Pair:
     forward = aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = forward(q, k, v, 0.0, causal, scale=scale)
+    out, lse = forward(q, k, v, 0.0, causal, attn_mask=_bias(q, mask), scale=scale)
     return out, lse
 
 
-def _cpu_backward(given: Given, causal: bool, scale: float) -> Triple:
+def _cpu_backward(given: Given, causal: bool, scale: float, mask: Tensor | None = None) -> Triple:
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    grads: Triple = backward(*given, 0.0, causal, scale=scale)
+    bias = _bias(given.q, mask)
+    grads: Triple = backward(*given, 0.0, causal, attn_mask=bias, scale=scale)
     return grads
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, mask: Tensor | None) -> Tensor:
     scores = q.to(accumulator(q.dtype)) @ k.to(accumulator(k.dtype)).mT * scale
-    unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    return scores.masked_fill(unseen, -torch.inf) if causal else scores
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
 
 
-def _reference_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Pair:
-    scores = _scores(q, k, causal, scale)
+def _reference_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
+) -> Pair:
+    scores = _scores(q, k, causal, scale, mask)
     lse = scores.logsumexp(-1)
     return ((scores - lse[..., None]).exp() @ v.to(lse.dtype)).to(q.dtype), lse
 
 
-def _reference_backward(given: Given, causal: bool, scale: float) -> Triple:
-    p = (_scores(given.q, given.k, causal, scale) - given.lse[..., None]).exp()
+def _reference_backward(
+    given: Given, causal: bool, scale: float, mask: Tensor | None = None
+) -> Triple:
+    p = (_scores(given.q, given.k, causal, scale, mask) - given.lse[..., None]).exp()
     dout, q, k, v, out = (t.to(p.dtype) for t in given[:5])
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) * scale
     return ds @ k, ds.mT @ q, p.mT @ dout
