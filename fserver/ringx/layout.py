@@ -275,7 +275,7 @@ def check_layout(layout: str) -> None:
 def whole(name: str, value: int, least: int) -> int:
     """Returns a whole number that is not below the least one, else raises a ConfigError."""
     try:
-        found = index(value)
+        found = least - 1 if isinstance(value, bool) else index(value)
     except TypeError:
         found = least - 1
     if found < least:
