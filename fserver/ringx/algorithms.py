@@ -28,22 +28,20 @@ class Algorithm(NamedTuple):
 
 
 def _queries(blocks: schedules.Blocks, overlap: bool) -> Algorithm:
-    forward = partial(schedules.queries_forward, blocks=blocks, overlap=overlap)
-    backward = partial(schedules.broadcast_backward, blocks=blocks, ahead=overlap, behind=overlap)
+    forward = partial(schedules.queries_forward, overlap=overlap)
+    backward = partial(schedules.broadcast_backward, ahead=overlap, behind=overlap)
     return Algorithm(blocks, forward, backward, uneven=True)
 
 
 def _gather(blocks: schedules.Blocks, pieces: int, together: int = 0) -> Algorithm:
-    forward = partial(schedules.gather_forward, blocks=blocks, pieces=pieces)
-    backward = partial(schedules.gather_backward, blocks=blocks, pieces=pieces)
+    forward = partial(schedules.gather_forward, pieces=pieces)
+    backward = partial(schedules.gather_backward, pieces=pieces)
     return Algorithm(blocks, forward, backward, together=together)
 
 
 def _broadcast(behind: bool, together: int = 0) -> Algorithm:
-    blocks = schedules.zigzag
-    forward = partial(schedules.broadcast_forward, blocks=blocks)
-    backward = partial(schedules.broadcast_backward, blocks=blocks, ahead=True, behind=behind)
-    return Algorithm(blocks, forward, backward, together=together)
+    backward = partial(schedules.broadcast_backward, ahead=True, behind=behind)
+    return Algorithm(schedules.zigzag, schedules.broadcast_forward, backward, together=together)
 
 
 EVERY_OWNER = 1 << 30

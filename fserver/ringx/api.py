@@ -46,7 +46,7 @@ def _way(
     if job.window and together and by_copies.fits(job, k, together, backward):
         copied = by_copies.backward if backward else by_copies.forward
         return partial(copied, blocks=how.blocks, together=together), job.window.call()
-    return how.backward if backward else how.forward, nullcontext()
+    return partial(how.backward if backward else how.forward, blocks=how.blocks), nullcontext()
 
 
 def forward_of(

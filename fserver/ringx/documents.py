@@ -20,7 +20,7 @@ from .combine import Parts
 from .kernels import Given, Pair, Triple, accumulator
 from .layout import ranges
 from .ranks import Collective
-from .schedules import FASTEST, Job, _answer, _head_start, _pack, _put, _unpack
+from .schedules import FASTEST, Blocks, Job, _answer, _head_start, _pack, _put, _unpack
 from .segments import Segments, on_device
 
 
@@ -32,7 +32,7 @@ class Call(NamedTuple):
     segments: Segments
 
 
-def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Pair:
+def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, **_: Blocks) -> Pair:
     """Works on the own keys while all keys travel, then on the others."""
     own, calls = _calls(job, q.device)
     everybody, here = _gather(job, k, v)
@@ -53,7 +53,7 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Pair:
     return _answer(job, answers)
 
 
-def backward(job: Job, given: Given) -> Triple:
+def backward(job: Job, given: Given, **_: Blocks) -> Triple:
     """dk and dv of all keys are written into one buffer, whose sum over the ranks is scattered."""
     dout, q, k, v, out, lse = given
     own, calls = _calls(job, q.device)

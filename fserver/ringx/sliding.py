@@ -21,7 +21,7 @@ from torch import Tensor
 from . import segments
 from .kernels import Given, Pair, Triple
 from .ranks import Collective
-from .schedules import Job, _head_start, _pack, _unpack
+from .schedules import Blocks, Job, _head_start, _pack, _unpack
 from .segments import Segments
 
 
@@ -42,7 +42,7 @@ class Plan(NamedTuple):
     spans: list[Span]
 
 
-def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Pair:
+def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, **_: Blocks) -> Pair:
     """Works on rows that see no halo while the halo travels, then on the others."""
     plan = _planned(job)
     kv, here = _with_halo(job, plan, k, v)
@@ -56,7 +56,7 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Pair:
     return torch.cat((early, late), 1), torch.cat((lse_early, lse_late), 2)
 
 
-def backward(job: Job, given: Given) -> Triple:
+def backward(job: Job, given: Given, **_: Blocks) -> Triple:
     """Adds up what the rows give to the keys, sends back what is the halo's, and adds to the own
     keys what is sent back."""
     dout, q, k, v, out, lse = given
