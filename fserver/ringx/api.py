@@ -260,9 +260,10 @@ def _planned(
     q_lengths: Sequence[int]
     k_lengths: Sequence[int]
     try:
+        ends = None if cu_seqlens is None else ends_of(cu_seqlens)
         problem = argument_problem(
-            ranks, q, k, v, algorithm, causal, layout, scale, sink, reduce_dtype, copies,
-            cu_seqlens, window,
+            ranks, q, k, v, algorithm, causal, layout, scale, sink, reduce_dtype, copies, ends,
+            window,
         )  # fmt: skip
         problem = problem or more()
         if not problem and not agreed:
@@ -272,11 +273,12 @@ def _planned(
             if gradients is None:
                 wanted = any(t is not None and t.requires_grad for t in (q, k, v, sink))
                 gradients = wanted and torch.is_grad_enabled()
-            ends = None if cu_seqlens is None else ends_of(cu_seqlens)
             facts = facts_of(
                 q, k, v, algorithm, causal, factor, sink, reduce_dtype, copies, gradients, ends,
                 window,
             )  # fmt: skip
+    except Error as error:
+        problem = error
     except Exception as error:  # the other ranks would wait
         problem = ConfigError(f"ringx: the arguments cannot be checked: {error!r} (see its cause)")
         problem.__cause__ = error

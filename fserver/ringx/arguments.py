@@ -18,7 +18,7 @@ from fserver.errors import ConfigError, Error, ShapeError
 
 from .algorithms import ALGORITHMS, SLIDING
 from .kernels import DTYPES, choose
-from .layout import CuSeqlens, check_layout, chunk_problem, ends_of, whole
+from .layout import check_layout, chunk_problem, whole
 from .ranks import Ranks, said
 from .window import known
 
@@ -63,7 +63,7 @@ def _tensor_problem(name: str, value: object) -> Error | None:
 def argument_problem(
     ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool,
     layout: str | None, scale: float | None, sink: Tensor | None, reduce_dtype: torch.dtype,
-    copies: bool, cu_seqlens: CuSeqlens | None, window: int | None,
+    copies: bool, ends: tuple[int, ...] | None, window: int | None,
 ) -> Error | None:  # fmt: skip
     """Checks the arguments of this rank, whatever their type. Returns the error, or None."""
     problem = flag_problem(causal=causal) or _scale_problem(scale)
@@ -102,32 +102,15 @@ def argument_problem(
     for name, dtype in (("reduce_dtype", reduce_dtype), ("q.dtype", q.dtype)):
         if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
             return ConfigError(f"ringx: {name} {reprlib.repr(dtype)}: want one of {DTYPES}")
-    return _mask_problem(algorithm, causal, layout, q.shape[1], copies, window) or (
-        None
-        if cu_seqlens is None
-        else _packing_problem(ranks, algorithm, causal, cu_seqlens, window)
-    )
-
-
-def _packing_problem(
-    ranks: Ranks, algorithm: str, causal: bool, cu_seqlens: CuSeqlens, window: int | None
-) -> Error | None:
-    try:
-        ends = ends_of(cu_seqlens)
-    except (ConfigError, ShapeError) as problem:
+    problem = _mask_problem(algorithm, causal, layout, q.shape[1], copies, window)
+    if problem or ends is None or window is not None:
         return problem
-    if not causal:
+    if not causal or algorithm not in ("auto", "X3"):
         return ConfigError(
-            "ringx: cu_seqlens with causal=False: packed documents have a causal mask here (use "
-            "causal=True, or a batch of padded documents)"
+            f"ringx: cu_seqlens with algorithm {algorithm} and causal={causal}: want auto or X3, "
+            "and causal=True"
         )
-    if window is not None:
-        return None  # any length
-    if algorithm not in ("auto", "X3"):
-        return ConfigError(
-            f"ringx: cu_seqlens with algorithm {algorithm}: want auto or X3 for packed documents"
-        )
-    return chunk_problem(ends, ranks.size, packed=True)
+    return chunk_problem(ends, ranks.size)
 
 
 def _shape_problem(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Error | None:
@@ -240,16 +223,12 @@ def _mask_problem(
             f"ringx: copies True with algorithm {algorithm}, which cannot use copies (use one of "
             f"{able}, or copies=False)"
         )
-    if layout not in (None, wanted) and window is not None:
-        return ConfigError(
-            f"ringx: layout {layout} with window {window}, which needs {wanted} parts (shard by "
-            f"layout_of('auto', True, window={window}))"
-        )
     if layout not in (None, wanted):
-        others = _fitting(causal, layout)
+        others = _fitting(causal, layout) if window is None else []
+        more = "" if window is None else f", window={window}"
         return ConfigError(
-            f"ringx: layout {layout} with algorithm {algorithm}, which needs {wanted} parts (shard "
-            f"by layout_of({algorithm!r}, {causal})"
+            f"ringx: layout {layout} with algorithm {algorithm}{more}, which needs {wanted} parts "
+            f"(shard by layout_of({algorithm!r}, {causal}{more})"
             + (f", or use one of {others})" if others else ")")
         )
     if wanted == "zigzag" and (length % 2 or not length):
@@ -294,7 +273,7 @@ def facts_of(
     scale_bits = struct.unpack("q", struct.pack("d", scale))[0]
     lengths = q.shape[1], k.shape[1]
     digest = b"" if ends is None else blake2b(repr(ends).encode(), digest_size=7).digest()
-    seen = int.from_bytes(digest, "little"), window or 0
+    seen = int.from_bytes(digest, "little"), min(window or 0, 1 << 62)
     return [0, which, causal, *same, *seen, DTYPES.index(q.dtype), *shape, scale_bits, *lengths]
 
 

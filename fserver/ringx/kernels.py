@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,21 +50,19 @@ class Kernel(NamedTuple):
     name: str
     grouped: bool  # takes k and v with fewer heads than q
     usable: Callable[[Tensor, Tensor, Tensor, bool], bool]
-    forward: Callable[..., Pair]  # of q, k, v, causal and scale
-    backward: Callable[..., Triple]  # of Given, causal and scale
+    forward: Callable[[Tensor, Tensor, Tensor, Any, float], Pair]
+    backward: Callable[[Given, Any, float], Triple]
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
-) -> Pair:
-    """Gives out and lse. Without keys they are 0 and -inf. `mask`, ``[Sq, Sk]``: whether a row sees
-    a key.
+def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool | Tensor, scale: float) -> Pair:
+    """Gives out and lse. Without keys they are 0 and -inf. A tensor for causal, ``[Sq, Sk]``, says
+    which keys each row sees; the reference kernel takes it.
 
     Raises:
         ConfigError: no kernel takes these tensors.
         ShapeError: causal, and not as many rows as keys. Kernels differ in what they mean by it.
     """
-    if causal and q.shape[1] != k.shape[1]:
+    if causal is True and q.shape[1] != k.shape[1]:
         raise ShapeError(
             f"ringx: a causal block has {q.shape[1]} queries and {k.shape[1]} keys: want equal "
             "lengths"
@@ -73,12 +71,12 @@ def forward(
     if not (q.shape[2] and k.shape[2]):
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulator(q.dtype))
         return torch.zeros_like(q).transpose(1, 2), lse
-    kernel, more = _masking(choose(q, k, v, causal), mask)
-    out, lse = kernel.forward(q, *_heads(kernel, q, k, v), causal, scale, *more)
+    kernel = choose(q, k, v, causal)
+    out, lse = kernel.forward(q, *_heads(kernel, q, k, v), causal, scale)
     return out.transpose(1, 2), lse
 
 
-def backward(given: Given, causal: bool, scale: float, mask: Tensor | None = None) -> Triple:
+def backward(given: Given, causal: bool | Tensor, scale: float) -> Triple:
     """Gives what these rows and keys add to dq, dk and dv.
 
     Raises:
@@ -87,22 +85,14 @@ def backward(given: Given, causal: bool, scale: float, mask: Tensor | None = Non
     dout, q, k, v, out = (t.transpose(1, 2) for t in given[:5])
     if not (q.shape[2] and k.shape[2]):
         return torch.zeros_like(given.q), torch.zeros_like(given.k), torch.zeros_like(given.v)
-    kernel, more = _masking(choose(q, k, v, causal), mask)
+    kernel = choose(q, k, v, causal)
     heads = _heads(kernel, q, k, v)
-    all_of = Given(dout, q, *heads, out, given.lse.contiguous())
-    grads = kernel.backward(all_of, causal, scale, *more)
+    grads = kernel.backward(Given(dout, q, *heads, out, given.lse.contiguous()), causal, scale)
     dq, dk, dv = (t.transpose(1, 2) for t in grads)
     if heads[0] is not k:  # they had been repeated
         groups = (t.unflatten(2, (k.shape[1], -1)) for t in (dk, dv))
         dk, dv = (t.sum(3, dtype=accumulator(t.dtype)) for t in groups)
     return dq, dk, dv
-
-
-def _masking(kernel: Kernel, mask: Tensor | None) -> tuple[Kernel, tuple[Tensor, ...]]:
-    """Returns the kernel that is taken for a mask, and the arguments that it has beside."""
-    if mask is None:
-        return kernel, ()
-    return kernel if kernel is CPU_FLASH else REFERENCE, (mask,)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -136,12 +126,14 @@ def enabling(backends: list[SDPBackend]) -> AbstractContextManager[object]:
     return nullcontext() if backends == enabled() else sdpa_kernel(backends)
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Kernel:
+def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool | Tensor) -> Kernel:
     """The first kernel that is enabled and takes these tensors, [B, H, S, D].
 
     Raises:
         ConfigError: there is none.
     """
+    if isinstance(causal, Tensor):
+        return REFERENCE
     if q.dtype in DTYPES[:3]:
         for kernel in KERNELS.get(q.device.type, ()):
             if kernel.usable(q, *_as_heads(kernel, q, k, v), causal):
@@ -243,47 +235,35 @@ def _efficient_backward(given: Given, causal: bool, scale: float) -> Triple:
     return dq, dk, dv
 
 
-def _bias(q: Tensor, mask: Tensor | None) -> Tensor | None:
-    """A mask as what is added to the scores."""
-    if mask is None:
-        return None
-    return q.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
-
-
-def _cpu_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
-) -> Pair:
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Pair:
     forward = aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = forward(q, k, v, 0.0, causal, attn_mask=_bias(q, mask), scale=scale)
+    out, lse = forward(q, k, v, 0.0, causal, scale=scale)
     return out, lse
 
 
-def _cpu_backward(given: Given, causal: bool, scale: float, mask: Tensor | None = None) -> Triple:
+def _cpu_backward(given: Given, causal: bool, scale: float) -> Triple:
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    bias = _bias(given.q, mask)
-    grads: Triple = backward(*given, 0.0, causal, attn_mask=bias, scale=scale)
+    grads: Triple = backward(*given, 0.0, causal, scale=scale)
     return grads
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, mask: Tensor | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, causal: bool | Tensor, scale: float) -> Tensor:
     scores = q.to(accumulator(q.dtype)) @ k.to(accumulator(k.dtype)).mT * scale
-    if causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+    if causal is True:
+        causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    return scores if causal is False else scores.masked_fill(~causal, -torch.inf)
 
 
 def _reference_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, causal: bool | Tensor, scale: float
 ) -> Pair:
-    scores = _scores(q, k, causal, scale, mask)
+    scores = _scores(q, k, causal, scale)
     lse = scores.logsumexp(-1)
     return ((scores - lse[..., None]).exp() @ v.to(lse.dtype)).to(q.dtype), lse
 
 
-def _reference_backward(
-    given: Given, causal: bool, scale: float, mask: Tensor | None = None
-) -> Triple:
-    p = (_scores(given.q, given.k, causal, scale, mask) - given.lse[..., None]).exp()
+def _reference_backward(given: Given, causal: bool | Tensor, scale: float) -> Triple:
+    p = (_scores(given.q, given.k, causal, scale) - given.lse[..., None]).exp()
     dout, q, k, v, out = (t.to(p.dtype) for t in given[:5])
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) * scale
     return ds @ k, ds.mT @ q, p.mT @ dout

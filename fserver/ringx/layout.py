@@ -17,6 +17,7 @@ import reprlib
 from collections.abc import Sequence
 from itertools import pairwise
 from operator import index
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -86,8 +87,7 @@ def _rows(
         short, longer = divmod(length, size)
         start = rank * short + min(rank, longer)
         return torch.arange(start, start + short + (rank < longer), device=device)
-    problem = chunk_problem(ends, size, packed=cu_seqlens is not None)
-    if problem:
+    if problem := chunk_problem(ends, size):
         raise problem
     begins = torch.tensor(ends, device=device)
     chunks = begins.diff() // (2 * size)
@@ -103,15 +103,14 @@ def ranges(starts: Tensor, lengths: Tensor, total: int) -> Tensor:
     return every + skipped.repeat_interleave(lengths, output_size=total)
 
 
-def chunk_problem(ends: Sequence[int], size: int, packed: bool) -> Error | None:
-    """Returns the error if a document cannot be cut into chunks of one length, or None."""
+def chunk_problem(ends: Sequence[int], size: int) -> Error | None:
+    """Returns the error if a document cannot be cut into 2N chunks, or None."""
     for number, (start, stop) in enumerate(pairwise(ends)):
         if over := (stop - start) % (2 * size):
-            what = f"document {number} of cu_seqlens has length" if packed else "length"
+            which = f" of document {number}" if len(ends) > 2 else ""
             return ShapeError(
-                f"ringx: {what} {stop - start}: want a multiple of {2 * size} for layout zigzag "
-                f"over {size} ranks (pad the {'document' if packed else 'sequence'} by "
-                f"{2 * size - over})"
+                f"ringx: length {stop - start}{which}: want a multiple of {2 * size} for layout "
+                f"zigzag over {size} ranks (pad it by {2 * size - over})"
             )
     return None
 
@@ -123,22 +122,17 @@ def ends_of(cu_seqlens: CuSeqlens) -> tuple[int, ...]:
         ConfigError: it is of another type, or on a GPU.
         ShapeError: its numbers are not cumulative lengths.
     """
-    found: object = cu_seqlens
-    if isinstance(cu_seqlens, Tensor):
-        if cu_seqlens.device.type != "cpu" or cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise ConfigError(
-                f"ringx: cu_seqlens is {cu_seqlens.dtype} on {cu_seqlens.device}: want int32 or "
-                "int64 on the CPU (use cu_seqlens.cpu(), once for all layers)"
-            )
-        found = cu_seqlens.tolist()
+    found: Any = cu_seqlens
     try:
-        ends = tuple(map(index, found))  # type: ignore[call-overload]  # what is no sequence raises
+        if isinstance(found, Tensor):
+            found = found.tolist() if found.device.type == "cpu" else None
+        ends = tuple(map(index, found))
     except TypeError:
         raise ConfigError(
-            f"ringx: cu_seqlens {said(cu_seqlens)}: want whole numbers, in a sequence or a tensor "
-            "with one dimension"
+            f"ringx: cu_seqlens {said(cu_seqlens)}: want whole numbers, in a sequence or in a "
+            "tensor on the CPU with one dimension"
         ) from None
-    if len(ends) < 2 or ends[0] or any(start > stop for start, stop in pairwise(ends)):
+    if len(ends) < 2 or ends[0] or [*ends] != sorted(ends):
         raise ShapeError(
             f"ringx: cu_seqlens {reprlib.repr(ends)}: want cumulative lengths, with 0 first and "
             "the length of the whole sequence last"

@@ -78,20 +78,20 @@ def test_other_types(world: World, dtype: torch.dtype):
     check(world, (1, 2, 3), problem, 11, limit=limit)
 
 
-def blocks(me: Rank, *args: Any, **options: Any) -> Any:
+def few_rows(me: Rank, *args: Any, **options: Any) -> Any:
     """As attend, with blocks of three rows."""
-    before, segments.BLOCK = segments.BLOCK, 3
+    before, segments.ROWS = segments.ROWS, 3
     try:
         return attend(me, *args, **options)
     finally:
-        segments.BLOCK = before
+        segments.ROWS = before
 
 
 @pytest.mark.parametrize("window", [1, 2, 4, 9, 20])
 def test_blocks_of_rows(world: World, window: int):
     problem = Problem(rows=ROWS, keys=ROWS, heads=4, kv_heads=2)
     ends = [0, 5, 24]
-    parts = world.run((0, 1), blocks, problem, ends, "contiguous", window=window)
+    parts = world.run((0, 1), few_rows, problem, ends, "contiguous", window=window)
     worst = wrong(joined(parts, "contiguous"), masked(problem, ends, window))
     assert max(worst.values()) <= EXACT, worst
 
@@ -191,7 +191,7 @@ def test_memory_is_that_of_a_block():
     with Noting():
         _, lse = segments.forward(q, k, v, of_all, 1.0)
         segments.backward(Given(dout, q, k, v, out, lse), of_all, 1.0)
-    assert largest == max(rows * dim, segments.BLOCK * (segments.BLOCK + 63))
+    assert largest == max(rows * dim, segments.ROWS * (segments.ROWS + 63))
 
 
 def test_layout_of():
@@ -242,7 +242,7 @@ class Flash:
             q, k, (of_q, of_k), (most_q, most_k), causal, window
         ):
             some = (t[at][None] for t, at in ((q, rows), (k, keys), (v, keys)))
-            got, level = kernels.forward(*some, False, more["scale"], seen)
+            got, level = kernels.forward(*some, seen, more["scale"])
             out[rows], lse[:, rows] = got[0], level[0]
         return out, lse, None, None, None
 
@@ -260,7 +260,7 @@ class Flash:
             at = (rows, rows, keys, keys, rows)
             some = [t[where][None] for t, where in zip((dout, q, k, v, out), at, strict=True)]
             given = Given(*some, lse[:, rows][None])
-            got = kernels.backward(given, False, more["scale"], seen)
+            got = kernels.backward(given, seen, more["scale"])
             dq[rows], dk[keys], dv[keys] = (t[0] for t in got)
         return dq, dk, dv
 
@@ -270,7 +270,7 @@ def by_flash(me: Rank, *args: Any, **options: Any) -> Any:
         cuda_stream = 0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments, "_together", lambda q, k, v: q.shape[1] > 0 and k.shape[1] > 0)
+        patch.setattr(segments, "_flash", lambda q, k, v: q.shape[1] > 0 and k.shape[1] > 0)
         patch.setattr(segments, "aten", Flash())
         patch.setattr(torch.cuda, "current_stream", lambda device: Stream)
         return attend(me, *args, **options)

@@ -123,6 +123,6 @@ def refused(me: Rank) -> list[str]:
 def test_what_it_refuses(world: World):
     for mask, window, ends, dropout in world.run((2, 3), refused):
         assert "attention_mask hides tokens" in mask
-        assert "layout zigzag with window 4, which needs contiguous parts" in window
+        assert "layout zigzag with algorithm auto, window=4, which needs contiguous" in window
         assert "cu_seq_lens_k differs from cu_seq_lens_q: not supported" in ends
         assert "dropout 0.5: not supported" in dropout
