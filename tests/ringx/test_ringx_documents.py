@@ -122,6 +122,20 @@ def test_compiled(world: World, kind: Any):
     check(world, (2, 3), problem, kind(ends), function=compiled)
 
 
+def graphs(me: Rank) -> int:
+    """How many are made for three packings."""
+    torch._dynamo.reset()
+    fast = torch.compile(ringx_attention, fullgraph=True, backend="aot_eager")
+    for chunks in (1, 2), (2, 1, 1), (1, 1, 1, 1), (3, 1, 1, 1, 1):
+        ends = torch.tensor(packing(me.size, *chunks))
+        attend(me, sized(ends.tolist()), ends, function=fast)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_no_graph_for_each_packing(world: World):
+    assert max(world.run((0, 1), graphs)) <= 2
+
+
 def in_a_model(me: Rank, *args: Any, **options: Any) -> Any:
     """Computed again in backward, in a context in which products are in bfloat16."""
 

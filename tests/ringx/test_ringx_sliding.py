@@ -130,7 +130,9 @@ def test_compiled_and_checkpointed(world: World, function: Any):
     assert max(worst.values()) <= EXACT, worst
 
 
-def moved(me: Rank, window: int, ends: list[int]) -> dict[str, list[int]]:
+def moved(
+    me: Rank, window: int | None, ends: list[int], layout: str = "contiguous"
+) -> dict[str, list[int]]:
     """Rows that this rank gets in each collective."""
     seen: dict[str, list[int]] = {}
     names = "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast"
@@ -148,7 +150,7 @@ def moved(me: Rank, window: int, ends: list[int]) -> dict[str, list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
             patch.setattr(dist, name, noting(name))
-        attend(me, problem, ends, "contiguous", window=window, agreed=True)
+        attend(me, problem, ends, layout, window=window, agreed=True)
     return seen
 
 
@@ -170,6 +172,12 @@ def test_only_what_rows_see_travels(
     assert found == [
         {"all_to_all_single": [halo, halo, lent]} for halo, lent in zip(halos, back, strict=True)
     ]
+
+
+def test_documents_travel_as_in_x3(world: World):
+    """All keys are gathered twice, and their gradients are added up once."""
+    for found in world.run((0, 1), moved, None, [0, 8, 24], "zigzag"):
+        assert found == {"all_gather_into_tensor": [24, 24], "reduce_scatter_tensor": [12]}
 
 
 def test_memory_is_that_of_a_block():
