@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from exact import EXACT, Problem, errors, poison
 from test_ringx_documents import NAMES, RANKS, attend, compiled, in_a_model, joined, masked
+from test_ringx_timeouts import MEMBERS, attempt, group_of_three
 from torch.utils._python_dispatch import TorchDispatchMode
 from world import Rank, World
 
@@ -296,3 +297,25 @@ def test_calls_of_flash(world: World, window: int | None, batch: int):
     more = {"cu_seqlens": ends} if window is None else {}
     worst = wrong(joined(parts, layout, **more), masked(problem, ends, window))
     assert max(worst.values()) <= EXACT, worst
+
+
+def without_one(me: Rank, options: dict[str, Any]) -> tuple[str, str] | None:
+    """What the last of three ranks learns when the others do not come."""
+    with group_of_three(me) as group:
+        if me.rank != MEMBERS[-1]:
+            return None
+        x = torch.ones(1, 8, 2, 8)
+        options = {**options, "causal": True, "group": group, "agreed": True}
+        return attempt(group, lambda: ringx_attention(x, x, x, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [({"window": 100}, "the all-to-all"), ({"cu_seqlens": [0, 12, 24]}, "the all-gather")],
+    ids=["window", "documents"],
+)
+def test_ranks_that_do_not_come(world: World, options: dict[str, Any], step: str):
+    kind, text = world.run((0, 1, 2, 3), without_one, options)[3]
+    assert kind in ("TimeoutError", "Error")
+    assert text.startswith(f"ringx: forward: {step} "), text
+    assert "on rank 2 of the group (global ranks [0, 1, 3])" in text
