@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from . import schedules
+from . import documents, schedules, sliding
 
 
 class Algorithm(NamedTuple):
@@ -57,3 +57,9 @@ ALGORITHMS = {
     "X4": _broadcast(behind=False, together=1),
     "X4o": _broadcast(behind=True),
 }
+
+DOCUMENTS = Algorithm(schedules.zigzag, documents.forward, documents.backward)
+"""What X3 and `auto` are for packed documents."""
+
+SLIDING = Algorithm(schedules.contiguous, sliding.forward, sliding.backward, uneven=True)
+"""What `auto` is for a window, with packed documents or without."""

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from fserver.errors import ConfigError, Error
+from fserver.errors import ConfigError, Error, ShapeError
 
 from . import copies as by_copies
-from .algorithms import ALGORITHMS, Algorithm
+from .algorithms import ALGORITHMS, DOCUMENTS, SLIDING, Algorithm
 from .arguments import (
     FACTS,
     agree,
@@ -28,6 +28,7 @@ from .arguments import (
     kernel_problem,
 )
 from .kernels import ENABLED, Given, Triple, accumulator, capturing, enabled, enabling
+from .layout import CuSeqlens, ends_of
 from .ranks import Group, Ranks, ranks_of
 from .schedules import Job
 from .window import window_of
@@ -124,6 +125,8 @@ def ringx_attention(
     return_lse: bool = False,
     agreed: bool = False,
     copies: bool = False,
+    cu_seqlens: CuSeqlens | None = None,
+    window: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes exact attention of the local queries to the keys of all ranks.
 
@@ -161,6 +164,15 @@ def ringx_attention(
         copies: True: X3, X3b and X4 use copies instead of collectives if all ranks are GPUs of one
             host that can reach each other's memory. The first such call of a group finds this out.
             In other cases, for example on the CPU or if ``"auto"`` chooses X1o, it has no effect.
+        cu_seqlens: ``[D + 1]``, where packed documents end in the *whole* sequence: 0 first, the
+            number of all ranks' tokens last. A tensor of int32 or int64 on the CPU, or a sequence.
+            A query attends to keys of its own document only. All rows of the batch have these
+            documents. They need a causal mask, algorithm ``"auto"`` or ``"X3"`` and the layout
+            zigzag by document, as ``shard(..., cu_seqlens=cu_seqlens)`` returns it. The length of
+            each document has to be a multiple of 2N for N ranks, unless there is a window.
+        window: a query attends to the key at its own position and to the ``window - 1`` keys
+            before it. It needs a causal mask, algorithm ``"auto"`` and contiguous parts, whose
+            lengths may differ. None: to all keys before it.
 
     Returns:
         out, ``[B, Sq, H, D]`` of the dtype of q. With return_lse, ``(out, lse)``, where lse is
@@ -179,7 +191,7 @@ def ringx_attention(
     more = partial(flag_problem, agreed=agreed, copies=copies, return_lse=return_lse)
     out, lse = run(
         q, k, v, algorithm, causal, scale, group, sink, reduce_dtype, more,
-        layout=layout, agreed=agreed, copies=copies,
+        layout=layout, agreed=agreed, copies=copies, cu_seqlens=cu_seqlens, window=window,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -188,7 +200,7 @@ def run(
     q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool, scale: float | None,
     group: Group | None, sink: Tensor | None, reduce_dtype: torch.dtype,
     more: Callable[[], Error | None], layout: str | None = None, agreed: bool = False,
-    copies: bool = False,
+    copies: bool = False, cu_seqlens: CuSeqlens | None = None, window: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As ringx_attention. `more` checks the arguments that only the calling function has."""
     if torch.compiler.is_compiling():
@@ -198,15 +210,16 @@ def run(
         gradients = torch.is_grad_enabled() and any(
             t is not None and t.requires_grad for t in (q, k, v, sink)
         )
+        ends = None if cu_seqlens is None else torch.as_tensor(cu_seqlens)
         found: tuple[Tensor, Tensor, Tensor] = _opaque(
-            q, k, v, sink, _name_of(group), algorithm, causal, layout, scale, reduce_dtype, agreed,
-            copies, gradients,
+            q, k, v, sink, ends, _name_of(group), algorithm, causal, layout, scale, reduce_dtype,
+            agreed, copies, window, gradients,
         )  # fmt: skip
         return found[0], found[1].detach()
     ranks = ranks_of(group)
     job = _planned(
-        ranks, q, k, v, algorithm, causal, scale, sink, reduce_dtype, layout, agreed, copies, None,
-        more,
+        ranks, q, k, v, algorithm, causal, scale, sink, reduce_dtype, layout, agreed, copies,
+        cu_seqlens, window, None, more,
     )  # fmt: skip
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
         how = _chosen(job, algorithm, q, k, causal, copies)
@@ -224,6 +237,10 @@ def _chosen(
     job: Job, algorithm: str, q: Tensor, k: Tensor, causal: bool, copies: bool
 ) -> tuple[Algorithm, Job]:
     """Returns the algorithm, and the work with the window by which it copies, if it does."""
+    if job.span is not None:
+        return SLIDING, job
+    if job.ends is not None:
+        return DOCUMENTS, job
     how = ALGORITHMS[_auto(job, q, k, causal) if algorithm == "auto" else algorithm]
     if copies and how.together:
         job = replace(job, window=window_of(job.ranks, q.device, len(FACTS)))
@@ -233,18 +250,21 @@ def _chosen(
 def _planned(
     ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool,
     scale: float | None, sink: Tensor | None, reduce_dtype: torch.dtype, layout: str | None,
-    agreed: bool, copies: bool, gradients: bool | None, more: Callable[[], Error | None],
+    agreed: bool, copies: bool, cu_seqlens: CuSeqlens | None, window: int | None,
+    gradients: bool | None, more: Callable[[], Error | None],
 ) -> Job:  # fmt: skip
     """Checks the arguments here and on all ranks, and returns the work. `gradients`: whether a
     backward may follow; None: as the tensors say."""
     facts = [1] + [0] * (len(FACTS) - 1)
-    factor = 0.0
+    factor, ends = 0.0, None
     q_lengths: Sequence[int]
     k_lengths: Sequence[int]
     try:
+        ends = None if cu_seqlens is None else ends_of(cu_seqlens)
         problem = argument_problem(
-            ranks, q, k, v, algorithm, causal, layout, scale, sink, reduce_dtype, copies
-        )
+            ranks, q, k, v, algorithm, causal, layout, scale, sink, reduce_dtype, copies, ends,
+            window,
+        )  # fmt: skip
         problem = problem or more()
         if not problem and not agreed:
             problem = kernel_problem(q, k, v, causal)
@@ -254,34 +274,48 @@ def _planned(
                 wanted = any(t is not None and t.requires_grad for t in (q, k, v, sink))
                 gradients = wanted and torch.is_grad_enabled()
             facts = facts_of(
-                q, k, v, algorithm, causal, factor, sink, reduce_dtype, copies, gradients
-            )
+                q, k, v, algorithm, causal, factor, sink, reduce_dtype, copies, gradients, ends,
+                window,
+            )  # fmt: skip
+    except Error as error:
+        problem = error
     except Exception as error:  # the other ranks would wait
         problem = ConfigError(f"ringx: the arguments cannot be checked: {error!r} (see its cause)")
         problem.__cause__ = error
+    device = device_of(ranks, q)
+    if cu_seqlens is not None and capturing(device):
+        problem = ConfigError(
+            "ringx: cu_seqlens in the capture of a CUDA graph: a graph would keep these documents "
+            "(capture without cu_seqlens)"
+        )
     if agreed is True:
         if problem:
             raise problem
         q_lengths, k_lengths = [q.shape[1]] * ranks.size, [k.shape[1]] * ranks.size
     else:
-        device = device_of(ranks, q)
         if capturing(device):
             raise ConfigError(
                 "ringx: agreed False in the capture of a CUDA graph: ranks cannot compare their "
                 "arguments there (make one call before the capture, then capture "
                 "ringx_attention(agreed=True))"
             )
-        q_lengths, k_lengths = agree(ranks, device, facts, algorithm, causal, problem)
-    return _job(ranks, factor, q_lengths, k_lengths, reduce_dtype, q, sink)
+        q_lengths, k_lengths = agree(ranks, device, facts, algorithm, causal, window, problem)
+    if ends is not None and ends[-1] != sum(k_lengths):
+        raise ShapeError(
+            f"ringx: cu_seqlens ends at {ends[-1]}, but the ranks have {sum(k_lengths)} tokens: "
+            "want the length of the whole sequence"
+        )
+    return _job(ranks, factor, q_lengths, k_lengths, reduce_dtype, q, sink, ends, window)
 
 
 def _job(
     ranks: Ranks, factor: float, q_lengths: Sequence[int], k_lengths: Sequence[int],
-    reduce_dtype: torch.dtype, q: Tensor, sink: Tensor | None,
+    reduce_dtype: torch.dtype, q: Tensor, sink: Tensor | None, ends: tuple[int, ...] | None,
+    window: int | None,
 ) -> Job:  # fmt: skip
     reduce_dtype = torch.promote_types(reduce_dtype, q.dtype)
     out_dtype = q.dtype if sink is None else accumulator(q.dtype)
-    return Job(ranks, factor, q_lengths, k_lengths, reduce_dtype, out_dtype)
+    return Job(ranks, factor, q_lengths, k_lengths, reduce_dtype, out_dtype, ends=ends, span=window)
 
 
 def _auto(job: Job, q: Tensor, k: Tensor, causal: bool) -> str:
@@ -316,15 +350,15 @@ def _group_of(name: str) -> dist.ProcessGroup | None:
 
 @torch.library.custom_op("fserver::ringx_attention", mutates_args=())
 def _opaque(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, group: str, algorithm: str, causal: bool,
-    layout: str | None, scale: float | None, reduce_dtype: torch.dtype, agreed: bool, copies: bool,
-    gradients: bool,
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_seqlens: Tensor | None, group: str,
+    algorithm: str, causal: bool, layout: str | None, scale: float | None,
+    reduce_dtype: torch.dtype, agreed: bool, copies: bool, window: int | None, gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns out, lse, and for backward, on the CPU: the lengths of q and of k on all ranks, and
     which kernels were enabled, ``[2 N + 4]``."""
     job = _planned(
         ranks_of(_group_of(group)), q, k, v, algorithm, causal, scale, sink, reduce_dtype, layout,
-        agreed, copies, gradients, lambda: None,
+        agreed, copies, cu_seqlens, window, gradients, lambda: None,
     )  # fmt: skip
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
         out, lse = forward_of(*_even(q, k, v), sink, *_chosen(job, algorithm, q, k, causal, copies))
@@ -334,8 +368,9 @@ def _opaque(
 
 @_opaque.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, group: str, *_: object
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_seqlens: Tensor | None, group: str,
+    *_: object,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     batch, rows, heads, _dim = q.shape
     lse = q.new_empty((batch, heads, rows), dtype=accumulator(q.dtype))
     size = ranks_of(_group_of(group)).size
@@ -344,16 +379,17 @@ def _(
 
 @torch.library.custom_op("fserver::ringx_attention_backward", mutates_args=())
 def _opaque_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor,
-    kept: Tensor, group: str, algorithm: str, causal: bool, scale: float | None,
-    reduce_dtype: torch.dtype, copies: bool,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_seqlens: Tensor | None,
+    out: Tensor, lse: Tensor, kept: Tensor, group: str, algorithm: str, causal: bool,
+    scale: float | None, reduce_dtype: torch.dtype, copies: bool, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients of q, k, v and sink; without a sink, an empty one."""
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     ranks, numbers = ranks_of(_group_of(group)), kept.tolist()
     lengths, flags = numbers[: 2 * ranks.size], numbers[2 * ranks.size :]
     of_q, of_k = lengths[: ranks.size], lengths[ranks.size :]
-    job = _job(ranks, factor, of_q, of_k, reduce_dtype, q, sink)
+    ends = None if cu_seqlens is None else ends_of(cu_seqlens)
+    job = _job(ranks, factor, of_q, of_k, reduce_dtype, q, sink, ends, window)
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
         how = _chosen(job, algorithm, q, k, causal, copies)
         given = Given(dout.contiguous(), *_even(q, k, v), out, lse)
@@ -378,15 +414,15 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, sink, group, algorithm, causal, _, scale, reduce_dtype, _, copies, _ = inputs
-    ctx.save_for_backward(q, k, v, sink, *output)
-    ctx.how = group, algorithm, causal, scale, reduce_dtype, copies
+    *tensors, group, algorithm, causal, _, scale, reduce_dtype, _, copies, window, _ = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.how = group, algorithm, causal, scale, reduce_dtype, copies, window
 
 
 def _gradients(ctx: Any, dout: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     sink = ctx.saved_tensors[3]
     *found, dsink = _opaque_backward(dout, *ctx.saved_tensors, *ctx.how)
-    return *found, None if sink is None else dsink, *[None] * 9
+    return *found, None if sink is None else dsink, *[None] * 11
 
 
 _opaque.register_autograd(_gradients, setup_context=_keep)

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
+from hashlib import blake2b
 from numbers import Real
 
 import torch
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from fserver.errors import ConfigError, Error, ShapeError
 
-from .algorithms import ALGORITHMS
+from .algorithms import ALGORITHMS, SLIDING
 from .kernels import DTYPES, choose
-from .layout import check_layout
+from .layout import check_layout, chunk_problem, whole
 from .ranks import Ranks, said
 from .window import known
 
@@ -62,7 +63,7 @@ def _tensor_problem(name: str, value: object) -> Error | None:
 def argument_problem(
     ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool,
     layout: str | None, scale: float | None, sink: Tensor | None, reduce_dtype: torch.dtype,
-    copies: bool,
+    copies: bool, ends: tuple[int, ...] | None, window: int | None,
 ) -> Error | None:  # fmt: skip
     """Checks the arguments of this rank, whatever their type. Returns the error, or None."""
     problem = flag_problem(causal=causal) or _scale_problem(scale)
@@ -101,7 +102,15 @@ def argument_problem(
     for name, dtype in (("reduce_dtype", reduce_dtype), ("q.dtype", q.dtype)):
         if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
             return ConfigError(f"ringx: {name} {reprlib.repr(dtype)}: want one of {DTYPES}")
-    return _mask_problem(algorithm, causal, layout, q.shape[1], copies)
+    problem = _mask_problem(algorithm, causal, layout, q.shape[1], copies, window)
+    if problem or ends is None or window is not None:
+        return problem
+    if not causal or algorithm not in ("auto", "X3"):
+        return ConfigError(
+            f"ringx: cu_seqlens with algorithm {algorithm} and causal={causal}: want auto or X3, "
+            "and causal=True"
+        )
+    return chunk_problem(ends, ranks.size)
 
 
 def _shape_problem(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Error | None:
@@ -146,20 +155,21 @@ def _scale_problem(scale: object) -> Error | None:
     return None
 
 
-def layout_of(algorithm: str, causal: bool | None = None) -> str:
+def layout_of(algorithm: str, causal: bool | None = None, *, window: int | None = None) -> str:
     """Returns the layout that an algorithm of `ringx_attention` needs, for `shard` and `positions`.
 
     Args:
         algorithm: ``"auto"``, or the name of an algorithm.
         causal: whether the mask is causal. ``"auto"`` needs it. Any other algorithm has one mask
             only: leave ``causal`` out, or give that mask.
+        window: that of `ringx_attention`, which needs ``"auto"`` and a causal mask.
 
     Returns:
         ``"contiguous"`` or ``"zigzag"``.
 
     Raises:
         ConfigError: the algorithm does not exist or has another mask, or ``"auto"`` was given
-            without causal.
+            without causal. Or the window is not valid with them.
     """
     if not isinstance(algorithm, str) or algorithm not in (*ALGORITHMS, "auto"):
         raise ConfigError(
@@ -168,6 +178,14 @@ def layout_of(algorithm: str, causal: bool | None = None) -> str:
     problem = None if causal is None else flag_problem(causal=causal)
     if problem:
         raise problem
+    if window is not None:
+        whole("window", window, 1)
+        if algorithm != "auto" or not causal:
+            raise ConfigError(
+                f"ringx: window {window} with algorithm {algorithm} and causal={causal}: want auto "
+                "and causal=True"
+            )
+        return SLIDING.layout
     if algorithm == "auto":
         if causal is None:
             raise ConfigError(
@@ -191,10 +209,10 @@ def _fitting(causal: bool, layout: str | None = None) -> list[str]:
 
 
 def _mask_problem(
-    algorithm: str, causal: bool, layout: str | None, length: int, copies: bool
+    algorithm: str, causal: bool, layout: str | None, length: int, copies: bool, window: int | None
 ) -> Error | None:
     try:
-        wanted = layout_of(algorithm, causal)
+        wanted = layout_of(algorithm, causal, window=window)
         if layout is not None:
             check_layout(layout)
     except ConfigError as problem:
@@ -206,10 +224,11 @@ def _mask_problem(
             f"{able}, or copies=False)"
         )
     if layout not in (None, wanted):
-        others = _fitting(causal, layout)
+        others = _fitting(causal, layout) if window is None else []
+        more = "" if window is None else f", window={window}"
         return ConfigError(
-            f"ringx: layout {layout} with algorithm {algorithm}, which needs {wanted} parts (shard "
-            f"by layout_of({algorithm!r}, {causal})"
+            f"ringx: layout {layout} with algorithm {algorithm}{more}, which needs {wanted} parts "
+            f"(shard by layout_of({algorithm!r}, {causal}{more})"
             + (f", or use one of {others})" if others else ")")
         )
     if wanted == "zigzag" and (length % 2 or not length):
@@ -235,7 +254,7 @@ def kernel_problem(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Error | Non
 GRADIENTS = "requires_grad (of q, k, v or sink, in grad mode)"
 FACTS = (
     *("problem", "algorithm", "causal", "sink", "reduce_dtype", "copies", GRADIENTS),
-    *("q.dtype", "q.shape[0]", "q.shape[2]", "q.shape[3]", "k.shape[2]"),
+    *("cu_seqlens", "window", "q.dtype", "q.shape[0]", "q.shape[2]", "q.shape[3]", "k.shape[2]"),
     "scale",  # behind the shapes, as that which is the default follows from q.shape[3]
     *("q.shape[1]", "k.shape[1]"),
 )
@@ -245,6 +264,7 @@ FACTS = (
 def facts_of(
     q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool, scale: float,
     sink: Tensor | None, reduce_dtype: torch.dtype, copies: bool, gradients: bool,
+    ends: tuple[int, ...] | None, window: int | None,
 ) -> list[int]:  # fmt: skip
     """Returns a number for each of FACTS."""
     which = [*ALGORITHMS, "auto"].index(algorithm)
@@ -252,12 +272,14 @@ def facts_of(
     shape = q.shape[0], *q.shape[2:], k.shape[2]
     scale_bits = struct.unpack("q", struct.pack("d", scale))[0]
     lengths = q.shape[1], k.shape[1]
-    return [0, which, causal, *same, DTYPES.index(q.dtype), *shape, scale_bits, *lengths]
+    digest = b"" if ends is None else blake2b(repr(ends).encode(), digest_size=7).digest()
+    seen = int.from_bytes(digest, "little"), min(window or 0, 1 << 62)
+    return [0, which, causal, *same, *seen, DTYPES.index(q.dtype), *shape, scale_bits, *lengths]
 
 
 def agree(
     ranks: Ranks, device: torch.device, facts: list[int], algorithm: str, causal: bool,
-    problem: Error | None,
+    window: int | None, problem: Error | None,
 ) -> tuple[Sequence[int], Sequence[int]]:  # fmt: skip
     """Compares the arguments of all ranks by one small all-gather before anything else. Returns the
     ranks' lengths of q and of k.
@@ -269,9 +291,9 @@ def agree(
         ConfigError, ShapeError: on all ranks, if one rank has a problem or the arguments differ.
     """
     ranks.step = "comparing the arguments"
-    window = known(ranks)
-    if window:
-        found = window.board.gather(facts, ranks.step)
+    copies = known(ranks)
+    if copies:
+        found = copies.board.gather(facts, ranks.step)
     else:
         with torch.cuda.stream(_beside(device)) if device.type == "cuda" else nullcontext():
             mine = torch.tensor(facts, dtype=torch.int64, device=device)
@@ -287,6 +309,7 @@ def agree(
             f"ringx: rank {rank} of the group has refused its own arguments (see the error there)"
         )
     uneven = not causal if algorithm == "auto" else ALGORITHMS[algorithm].uneven
+    uneven = uneven or window is not None
     lengths = columns.pop("q.shape[1]"), columns.pop("k.shape[1]")
     for name, values in columns.items():
         if len({*values}) > 1:
@@ -317,6 +340,10 @@ def _fact(name: str, number: int) -> object:
         return DTYPES[number]
     if name in ("causal", "copies", GRADIENTS):
         return bool(number)
+    if name == "cu_seqlens":
+        return f"of digest {number:x}" if number else None
+    if name == "window":
+        return number or None
     which = {"algorithm": [*ALGORITHMS, "auto"], "sink": ["None", "a tensor"]}
     return which[name][number] if name in which else number
 

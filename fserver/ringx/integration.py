@@ -13,7 +13,7 @@ from fserver.errors import ConfigError
 from .api import ringx_attention
 from .ranks import Group
 
-REFUSED = ("sliding_window", "softcap", "position_bias", "cache")
+REFUSED = ("softcap", "position_bias", "cache")
 
 
 def register_attention(
@@ -32,16 +32,22 @@ def register_attention(
     (``positions(...)[None]``), and computes the loss of its part. A mask of padding is refused,
     unless it hides nothing: under a causal mask, padding behind the tokens needs none.
 
+    A ``sliding_window`` that the model has is the ``window`` of `ringx_attention`. It needs the
+    layout ``"contiguous"``; layers without one then need an algorithm for it, such as ``"X2o"``.
+    Packed documents are ``cu_seq_lens_q``, given to the model: those of the whole sequence, on the
+    CPU.
+
     Args:
         name: the name of the implementation.
         group: the process group, or a DeviceMesh with one dimension. None: all ranks.
         layout: how the tokens are split: ``"zigzag"`` for models with a causal mask,
             ``"contiguous"`` for those with a full one.
-        algorithm, reduce_dtype, agreed, copies: those of `ringx_attention`.
+        algorithm: that of `ringx_attention`, for layers without a sliding window.
+        reduce_dtype, agreed, copies: those of `ringx_attention`.
 
     Raises:
         ConfigError: transformers is not installed, or is too old. A call of the model raises it for
-            dropout, a sliding window, and what else ringx does not compute.
+            dropout, and what else ringx does not compute.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -53,7 +59,8 @@ def register_attention(
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
         dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
-        s_aux: Tensor | None = None, **more: Any,
+        s_aux: Tensor | None = None, sliding_window: int | None = None,
+        cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None, **more: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         given = {"attention_mask": attention_mask, "dropout": dropout or None}
         for what, given_value in {**given, **{name: more.get(name) for name in REFUSED}}.items():
@@ -62,6 +69,12 @@ def register_attention(
                     f"ringx: {what} {reprlib.repr(given_value)}: not supported (use another "
                     "attn_implementation, or a model without it)"
                 )
+        for_q, for_k = cu_seq_lens_q, cu_seq_lens_k
+        if for_k is not None and (for_q is None or not torch.equal(for_q, for_k)):
+            raise ConfigError(
+                "ringx: cu_seq_lens_k differs from cu_seq_lens_q: not supported (give the model "
+                "the same documents for both)"
+            )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         out = ringx_attention(
             query.transpose(1, 2),
@@ -72,10 +85,12 @@ def register_attention(
             scale=scaling,
             sink=s_aux,
             group=group,
-            algorithm=algorithm,
+            algorithm=algorithm if sliding_window is None else "auto",
             reduce_dtype=reduce_dtype,
             agreed=agreed,
             copies=copies,
+            cu_seqlens=cu_seq_lens_q,
+            window=sliding_window,
         )
         assert isinstance(out, Tensor)
         return out, None

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,18 +50,19 @@ class Kernel(NamedTuple):
     name: str
     grouped: bool  # takes k and v with fewer heads than q
     usable: Callable[[Tensor, Tensor, Tensor, bool], bool]
-    forward: Callable[[Tensor, Tensor, Tensor, bool, float], Pair]
-    backward: Callable[[Given, bool, float], Triple]
+    forward: Callable[[Tensor, Tensor, Tensor, Any, float], Pair]
+    backward: Callable[[Given, Any, float], Triple]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Pair:
-    """Gives out and lse. Without keys they are 0 and -inf.
+def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool | Tensor, scale: float) -> Pair:
+    """Gives out and lse. Without keys they are 0 and -inf. A tensor for causal, ``[Sq, Sk]``, says
+    which keys each row sees; the reference kernel takes it.
 
     Raises:
         ConfigError: no kernel takes these tensors.
         ShapeError: causal, and not as many rows as keys. Kernels differ in what they mean by it.
     """
-    if causal and q.shape[1] != k.shape[1]:
+    if causal is True and q.shape[1] != k.shape[1]:
         raise ShapeError(
             f"ringx: a causal block has {q.shape[1]} queries and {k.shape[1]} keys: want equal "
             "lengths"
@@ -75,7 +76,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Pair
     return out.transpose(1, 2), lse
 
 
-def backward(given: Given, causal: bool, scale: float) -> Triple:
+def backward(given: Given, causal: bool | Tensor, scale: float) -> Triple:
     """Gives what these rows and keys add to dq, dk and dv.
 
     Raises:
@@ -125,12 +126,14 @@ def enabling(backends: list[SDPBackend]) -> AbstractContextManager[object]:
     return nullcontext() if backends == enabled() else sdpa_kernel(backends)
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Kernel:
+def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool | Tensor) -> Kernel:
     """The first kernel that is enabled and takes these tensors, [B, H, S, D].
 
     Raises:
         ConfigError: there is none.
     """
+    if isinstance(causal, Tensor):
+        return REFERENCE
     if q.dtype in DTYPES[:3]:
         for kernel in KERNELS.get(q.device.type, ()):
             if kernel.usable(q, *_as_heads(kernel, q, k, v), causal):
@@ -244,19 +247,22 @@ def _cpu_backward(given: Given, causal: bool, scale: float) -> Triple:
     return grads
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, causal: bool | Tensor, scale: float) -> Tensor:
     scores = q.to(accumulator(q.dtype)) @ k.to(accumulator(k.dtype)).mT * scale
-    unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    return scores.masked_fill(unseen, -torch.inf) if causal else scores
+    if causal is True:
+        causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    return scores if causal is False else scores.masked_fill(~causal, -torch.inf)
 
 
-def _reference_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Pair:
+def _reference_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool | Tensor, scale: float
+) -> Pair:
     scores = _scores(q, k, causal, scale)
     lse = scores.logsumexp(-1)
     return ((scores - lse[..., None]).exp() @ v.to(lse.dtype)).to(q.dtype), lse
 
 
-def _reference_backward(given: Given, causal: bool, scale: float) -> Triple:
+def _reference_backward(given: Given, causal: bool | Tensor, scale: float) -> Triple:
     p = (_scores(given.q, given.k, causal, scale) - given.lse[..., None]).exp()
     dout, q, k, v, out = (t.to(p.dtype) for t in given[:5])
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) * scale

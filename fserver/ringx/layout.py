@@ -5,13 +5,19 @@ parts are longer by one. ``zigzag``: the sequence is cut into 2N chunks, and ran
 2N-1-r, so that all ranks have the same amount of work under a causal mask. `layout_of` returns the
 layout that an algorithm of `ringx_attention` needs: zigzag for X3, X3c, X4 and X4o, contiguous for
 the others.
+
+Packed documents, given by `cu_seqlens`: under zigzag each document is cut into 2N chunks by itself,
+so that a rank has two chunks of each, document after document. Under contiguous the documents make
+no difference to the rows. In both, positions start again at 0 in each document.
 """
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
+from itertools import pairwise
 from operator import index
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -19,9 +25,12 @@ from torch import Tensor
 
 from fserver.errors import ConfigError, Error, ShapeError
 
-from .ranks import Group, Ranks, ranks_of
+from .ranks import Group, Ranks, ranks_of, said
 
 LAYOUTS = ("contiguous", "zigzag")
+
+CuSeqlens = Tensor | Sequence[int]
+"""Cumulative lengths of packed documents, ``[D + 1]``, from 0 to the length of the sequence."""
 
 
 def positions(
@@ -32,6 +41,7 @@ def positions(
     device: torch.device | str | None = None,
     *,
     group: Group | None = None,
+    cu_seqlens: CuSeqlens | None = None,
 ) -> Tensor:
     """Returns the positions that a rank holds, as an int64 tensor in the order of its rows.
 
@@ -45,27 +55,89 @@ def positions(
         device: device of the result. None: the CPU.
         group: the process group, or a DeviceMesh with one dimension, if rank and size are left out.
             None: all ranks.
+        cu_seqlens: of packed documents, as in `ringx_attention`. Positions then start at 0 in each
+            document.
 
     Raises:
-        ConfigError: the layout, rank, size or length is not valid.
-        ShapeError: the layout is zigzag, and the length is not a multiple of 2 * size.
+        ConfigError: the layout, rank, size, length or type of cu_seqlens is not valid.
+        ShapeError: the layout is zigzag, and the length, or that of a document, is not a multiple
+            of 2 * size; or cu_seqlens does not end at length.
     """
+    rows = _rows(length, layout, rank, size, device, group, cu_seqlens)
+    if cu_seqlens is None:
+        return rows
+    starts = torch.tensor(ends_of(cu_seqlens), device=device)
+    return rows - starts[torch.bucketize(rows, starts[1:], right=True)]
+
+
+def _rows(
+    length: int, layout: str, rank: int | None, size: int | None,
+    device: torch.device | str | None, group: Group | None, cu_seqlens: CuSeqlens | None,
+) -> Tensor:  # fmt: skip
+    """Returns which rows of the whole sequence a rank holds."""
     check_layout(layout)
     rank, size = _place(rank, size, group)
-    length, size = _whole("length", length, 0), _whole("size", size, 1)
-    if not 0 <= _whole("rank", rank, 0) < size:
+    length, size = whole("length", length, 0), whole("size", size, 1)
+    if not 0 <= whole("rank", rank, 0) < size:
         raise ConfigError(f"ringx: rank {rank} with size {size}: want 0 to {size - 1}")
+    ends = (0, length) if cu_seqlens is None else ends_of(cu_seqlens)
+    if ends[-1] != length:
+        raise ShapeError(f"ringx: cu_seqlens ends at {ends[-1]}: want the length, {length}")
     if layout == "contiguous":
         short, longer = divmod(length, size)
         start = rank * short + min(rank, longer)
         return torch.arange(start, start + short + (rank < longer), device=device)
-    if length % (2 * size):
+    if problem := chunk_problem(ends, size):
+        raise problem
+    begins = torch.tensor(ends, device=device)
+    chunks = begins.diff() // (2 * size)
+    pairs = torch.stack((begins[:-1] + rank * chunks, begins[1:] - (rank + 1) * chunks), 1)
+    return ranges(pairs.flatten(), chunks.repeat_interleave(2), length // size)
+
+
+def ranges(starts: Tensor, lengths: Tensor, total: int) -> Tensor:
+    """Returns so many numbers from each start on, as one tensor. `total`: the sum of lengths, with
+    which a GPU need not be waited for."""
+    skipped = starts - (lengths.cumsum(0) - lengths)
+    every = torch.arange(total, device=starts.device)
+    return every + skipped.repeat_interleave(lengths, output_size=total)
+
+
+def chunk_problem(ends: Sequence[int], size: int) -> Error | None:
+    """Returns the error if a document cannot be cut into 2N chunks, or None."""
+    for number, (start, stop) in enumerate(pairwise(ends)):
+        if over := (stop - start) % (2 * size):
+            which = f" of document {number}" if len(ends) > 2 else ""
+            return ShapeError(
+                f"ringx: length {stop - start}{which}: want a multiple of {2 * size} for layout "
+                f"zigzag over {size} ranks (pad it by {2 * size - over})"
+            )
+    return None
+
+
+def ends_of(cu_seqlens: CuSeqlens) -> tuple[int, ...]:
+    """Returns cu_seqlens as numbers.
+
+    Raises:
+        ConfigError: it is of another type, or on a GPU.
+        ShapeError: its numbers are not cumulative lengths.
+    """
+    found: Any = cu_seqlens
+    try:
+        if isinstance(found, Tensor):
+            found = found.tolist() if found.device.type == "cpu" else None
+        ends = tuple(map(index, found))
+    except TypeError:
+        raise ConfigError(
+            f"ringx: cu_seqlens {said(cu_seqlens)}: want whole numbers, in a sequence or in a "
+            "tensor on the CPU with one dimension"
+        ) from None
+    if len(ends) < 2 or ends[0] or [*ends] != sorted(ends):
         raise ShapeError(
-            f"ringx: length {length}: want a multiple of {2 * size} for layout zigzag over {size} "
-            "ranks (pad the sequence)"
+            f"ringx: cu_seqlens {reprlib.repr(ends)}: want cumulative lengths, with 0 first and "
+            "the length of the whole sequence last"
         )
-    chunks = torch.arange(length, device=device).chunk(2 * size)
-    return torch.cat((chunks[rank], chunks[-1 - rank]))
+    return ends
 
 
 def shard(
@@ -76,6 +148,7 @@ def shard(
     dim: int = 1,
     *,
     group: Group | None = None,
+    cu_seqlens: CuSeqlens | None = None,
 ) -> Tensor:
     """Returns the part of a tensor that a rank holds, as a copy.
 
@@ -85,22 +158,21 @@ def shard(
         rank: the rank, 0 to size - 1. None, as size: that of this process in the group.
         size: number of ranks.
         dim: the dimension of the tokens.
-        group: as in `positions`.
+        group, cu_seqlens: as in `positions`.
 
     Raises:
-        ConfigError: the layout, rank or size is not valid, or x is not a tensor with this
-            dimension.
-        ShapeError: the layout is zigzag, and the length is not a multiple of 2 * size.
+        ConfigError: the layout, rank, size or type of cu_seqlens is not valid, or x is not a tensor
+            with this dimension.
+        ShapeError: as in `positions`.
     """
     _has_dim("x", x, dim)
-    return x.index_select(
-        dim, positions(x.shape[dim], layout, *_place(rank, size, group), x.device)
-    )
+    return x.index_select(dim, _rows(x.shape[dim], layout, rank, size, x.device, group, cu_seqlens))
 
 
 def unshard(
-    parts: Sequence[Tensor] | Tensor, layout: str, dim: int = 1, *, group: Group | None = None
-) -> Tensor:
+    parts: Sequence[Tensor] | Tensor, layout: str, dim: int = 1, *, group: Group | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+) -> Tensor:  # fmt: skip
     """Joins the parts of all ranks. Returns the whole tensor, as a copy without a gradient.
 
     Args:
@@ -110,9 +182,11 @@ def unshard(
         dim: the dimension of the tokens.
         group: the process group, or a DeviceMesh with one dimension, if parts is one tensor. None:
             all ranks.
+        cu_seqlens: as in `positions`.
 
     Raises:
-        ConfigError: the layout is not valid, or a part is not a tensor with this dimension.
+        ConfigError: the layout or type of cu_seqlens is not valid, or a part is not a tensor with
+            this dimension.
         ShapeError: the parts are not the shards of one tensor.
     """
     if isinstance(parts, Tensor):
@@ -123,7 +197,8 @@ def unshard(
     for rank, part in enumerate(parts):
         _has_dim(f"parts[{rank}]", part, dim)
     size, length = len(parts), sum(part.shape[dim] for part in parts)
-    places = [positions(length, layout, rank, size, parts[0].device) for rank in range(size)]
+    where = parts[0].device, None, cu_seqlens
+    places = [_rows(length, layout, rank, size, *where) for rank in range(size)]
     for rank, (part, place) in enumerate(zip(parts, places, strict=True)):
         want = list(parts[0].shape)
         want[dim] = len(place)
@@ -191,9 +266,10 @@ def check_layout(layout: str) -> None:
         raise ConfigError(f"ringx: layout {reprlib.repr(layout)}: want one of {LAYOUTS}")
 
 
-def _whole(name: str, value: int, least: int) -> int:
+def whole(name: str, value: int, least: int) -> int:
+    """Returns a whole number that is not below the least one, else raises a ConfigError."""
     try:
-        found = index(value)
+        found = least - 1 if isinstance(value, bool) else index(value)
     except TypeError:
         found = least - 1
     if found < least:
@@ -204,7 +280,7 @@ def _whole(name: str, value: int, least: int) -> int:
 def _has_dim(name: str, value: Tensor, dim: int) -> None:
     if not isinstance(value, Tensor):
         raise ConfigError(f"ringx: {name} is of type {type(value).__name__}: want a torch.Tensor")
-    if not -value.dim() <= _whole("dim", dim, -value.dim()) < value.dim():
+    if not -value.dim() <= whole("dim", dim, -value.dim()) < value.dim():
         raise ConfigError(
             f"ringx: dim {dim}: {name}.shape is {tuple(value.shape)}, want {-value.dim()} to "
             f"{value.dim() - 1}"

@@ -79,6 +79,18 @@ class Ranks:
             lambda: dist.reduce_scatter_tensor(mine, tensor, group=self.group, async_op=True),
         )
 
+    def all_to_all(
+        self, got: Tensor, sent: Tensor, of_each: list[int], to_each: list[int]
+    ) -> Collective:
+        """`of_each` and `to_each`: how many rows of `got` and `sent` each rank sends and gets."""
+        return Collective(
+            self,
+            "the all-to-all",
+            lambda: dist.all_to_all_single(
+                got, sent, of_each, to_each, group=self.group, async_op=True
+            ),
+        )
+
     def guarded(self, what: str, call: Callable[[], T]) -> T:
         """Returns what a call to torch.distributed returns, and makes its errors fserver's."""
         try:

@@ -25,7 +25,10 @@ def _reference_problem(
 ) -> Error | None:  # fmt: skip
     """Checks the arguments that `ringx_attention` does not have. Returns the error, or None."""
     if not isinstance(dropout_p, Real) or dropout_p != 0:
-        return ConfigError(f"ringx: dropout_p {reprlib.repr(dropout_p)}: not supported (use 0.0)")
+        return ConfigError(
+            f"ringx: dropout_p {reprlib.repr(dropout_p)}: not supported (use 0.0): kernels draw by "
+            "the place in a block, so ranks would not drop what the unsplit model drops"
+        )
     if not isinstance(window_size, (tuple, list)) or tuple(window_size) != (-1, -1):
         window = reprlib.repr(window_size)
         return ConfigError(f"ringx: window_size {window}: not supported (use (-1, -1))")

@@ -37,6 +37,8 @@ class Job:
     reduce_dtype: torch.dtype
     out_dtype: torch.dtype  # of forward's out, at least: what is added up here has no other
     window: Window | None = None  # if ranks may copy from and to each other's memory
+    ends: tuple[int, ...] | None = None  # of packed documents in the whole sequence, from 0 on
+    span: int | None = None  # how many keys a row sees, if it does not see all before it
 
 
 # Which of my rows see which of an owner's keys

@@ -85,7 +85,8 @@ REFUSED = [
     ),
     (
         {"function": "ringX3_attn_func", "causal": True, "dropout_p": 0.1},
-        "ConfigError: ringx: dropout_p 0.1: not supported (use 0.0)",
+        "ConfigError: ringx: dropout_p 0.1: not supported (use 0.0): kernels draw by the place in "
+        "a block, so ranks would not drop what the unsplit model drops",
     ),
     (
         {"function": "ringX3_attn_func", "causal": True, "window_size": (8, 0)},
@@ -434,6 +435,7 @@ def test_gradients_that_there_are_not_are_an_error(world: World):
 def test_signatures():
     parameters = inspect.signature(ringx_attention).parameters
     names = "q k v algorithm causal layout scale group sink reduce_dtype return_lse agreed copies"
+    names += " cu_seqlens window"
     assert [*parameters] == names.split()
     assert parameters["causal"].default is inspect.Parameter.empty
     for name in FUNCTIONS.values():
