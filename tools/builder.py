@@ -208,7 +208,8 @@ def sdk(package: Path) -> None:
     """Builds into a package folder what programs in C and C++ need: include/ and lib/, with the
     archive, the shared library, and files for CMake and pkg-config."""
     with _lock():
-        shutil.rmtree(package / "include", ignore_errors=True)  # a header may be gone
+        for part in ("include", "lib"):  # nothing of an older build stays
+            shutil.rmtree(package / part, ignore_errors=True)
         shutil.copytree(ROOT / "include", package / "include")
         shutil.copy2(HEADER, package / "include")
         header = HEADER.read_text()
@@ -220,7 +221,7 @@ def sdk(package: Path) -> None:
             text = source.read_text().replace("@ABI@", abi).replace("@VERSION@", version)
             _put(package / "lib" / folder / source.name, text.encode())
         for made in _libraries(header, abi, needs.prebuilt() or BUILD / "libfserver.a"):
-            _put(package / "lib" / made.name, made.read_bytes())
+            shutil.copy2(made, package / "lib")
 
 
 def _libraries(header: str, abi: str, archive: Path) -> list[Path]:
