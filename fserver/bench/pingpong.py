@@ -121,6 +121,8 @@ def _options(argv: list[str]) -> argparse.Namespace:
     opts.check_hosts(PARSER, options)
     if options.role:
         options.places = ["remote"]
+        if options.transport[1:]:
+            PARSER.error("--role: want one --transport")
     if options.shared and (options.places, options.device) != (["local"], ["cpu"]):
         PARSER.error("--shared: want --places local and --device cpu")
     if options.against:
@@ -142,7 +144,7 @@ def _far(run: Run, actor: str, role: str) -> Iterator[Crew]:
     """The process of this host; the other one is on the other host."""
     options, core = run.options, run.cores and run.cores[role == "server"]
     with crew.start([Member(role, actor, role, core)], run.nodes) as one:
-        with one.cluster("tcp", host=options.host, scheduler=options.scheduler):
+        with one.cluster(options.transport[0], host=options.host, scheduler=options.scheduler):
             yield one
 
 
@@ -165,7 +167,7 @@ def _ours(
 ) -> Iterator[Way]:
     """A pair for each transport, and another one for shared tensors. They end with the stack."""
     options, device = run.options, planned[0].device
-    transports = ["tcp"] if place == "remote" else options.transport
+    transports = ["tcp"] if place == "remote" and not options.role else options.transport
     alone = len(transports) * len(options.places) * len(options.device) == 1
     host = own_address() if place == "remote" and not options.role else None
     raws: dict[str | None, Raw] = {}
@@ -183,6 +185,8 @@ def _ours(
             player.check(0)
         name = two.transport()
         way = baseline_of(name)
+        if options.role and way != "raw tcp":  # between hosts there is no other
+            way = None
         if way not in raws:
             where = "{},{}".format(*two.gpus) if way == "raw gpu" else host
             make = functools.partial(far_baseline, two) if options.role else Baseline
