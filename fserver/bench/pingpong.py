@@ -184,9 +184,7 @@ def _ours(
             player.prepare(planned[0])
             player.check(0)
         name = two.transport()
-        way = baseline_of(name)
-        if options.role and way != "raw tcp":  # between hosts there is no other
-            way = None
+        way = "raw tcp" if options.role else baseline_of(name)
         if way not in raws:
             where = "{},{}".format(*two.gpus) if way == "raw gpu" else host
             make = functools.partial(far_baseline, two) if options.role else Baseline

@@ -230,6 +230,10 @@ def test_units_are_counted():
         (["pingpong", "--places", "here"], "'here': want some of local, remote, joint"),
         (["pingpong", "--device", "tpu"], "'tpu': want some of cpu, gpu"),
         (["pingpong", "--role", "server"], "--scheduler and --role: give both, or neither"),
+        (
+            ["pingpong", "--role", "server", "--scheduler", "a:1", "--transport", "tcp,cma"],
+            "--role: want one --transport",
+        ),
         (["pingpong", "--shared", "--device", "gpu"], "--shared: want --places local and --device"),
         (["af", "--in-flight", "4"], "want at most --stages 3"),
         (["af", "--layers", "2000"], "want at most 4096"),
