@@ -140,7 +140,7 @@ doctor() {
 }
 peer() {
   if [[ $role == server ]]; then
-    line ok peer "answered the doctor of the client (listen.log)"
+    if kill -0 "$listener" 2>/dev/null; then line ok peer "answers the doctor of the client (listen.log)"; else line FAIL peer "$(tail -n 1 "$results/listen.log")"; fi
     return
   fi
   try peer "$python" -m fserver doctor --peer "$(join "$server" $((port + 1)))" || return
@@ -186,6 +186,7 @@ line ok start "$role; the server is $server; here:${own:- no perftest, GPU, ucx,
 if [[ $role == server ]]; then
   "$python" -m fserver doctor --listen "$(join "$server" $((port + 1)))" >"$results/listen.log" 2>&1 &
   listener=$!
+  until grep -q ^listening "$results/listen.log" || ! kill -0 "$listener" 2>/dev/null; do sleep 0.1; done
 fi
 for step in $steps; do
   began=$SECONDS
