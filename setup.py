@@ -1,9 +1,7 @@
 """The part of the packaging that pyproject.toml cannot say: the extension and its adapters."""
 
-import contextlib
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -18,24 +16,13 @@ import needs  # noqa: E402
 import source  # noqa: E402
 
 
-@contextlib.contextmanager
-def one_line() -> Iterator[None]:
-    """Ends with one line, and no traceback, when a build cannot go on."""
-    try:
-        yield
-    except needs.BuildError as error:
-        sys.exit(f"build: {error}")
-
-
 class Describe(dist_info):
     """Stops before anything that is required is fetched or built: on a system that fserver does
     not run on, where there is no torch to build for, and where the compilers are missing."""
 
     def run(self) -> None:
-        with one_line():
-            needs.need_platform()
-            needs.need_torches()
-            needs.need_tools()
+        with needs.one_line():
+            needs.need_all()
         super().run()
 
 
@@ -45,7 +32,7 @@ class Source(sdist):
 
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         super().make_release_tree(base_dir, files)
-        with one_line():
+        with needs.one_line():
             source.complete(Path(base_dir))
 
 
@@ -67,7 +54,7 @@ class BuildExtension(build_ext):
 
     def run(self) -> None:
         root = builder.ROOT if self.inplace else Path(self.build_lib)
-        with one_line():
+        with needs.one_line():
             builder.extension(root / "fserver")
             builder.sdk(root / "fserver")
 
@@ -82,7 +69,7 @@ def build_requirements() -> list[str]:
     return []
 
 
-with one_line():
+with needs.one_line():
     needs.need_setuptools()
 setup(
     ext_modules=[Extension("fserver._C", sources=[])],
@@ -92,7 +79,7 @@ setup(
         "dist_info": Describe,
         "sdist": Source,
     },
-    long_description=source.long_description(builder.ROOT),
+    long_description=source.long_description((builder.ROOT / "README.md").read_text()),
     long_description_content_type="text/markdown",
     setup_requires=build_requirements(),
 )

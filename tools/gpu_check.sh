@@ -12,17 +12,18 @@
 # tests needs the archive alone: all of tests/gpu in one go, within LIMIT seconds (default 900), or
 # FILES="tests/gpu/test_lane.py ..." of them. It leaves tests.txt, and with MPS=1 tests-killed.txt.
 #
-# eager needs a device bundle, or what `make device-bundle` builds: ROUNDS for the round trips of
-# each size (default 10000). All that it leaves is one file, eager.tgz: logs and JSON.
+# eager needs a device bundle, or what `make device-bundle` builds, and nvcc: tests, round trips by `fserver bench pingpong` on GPUs,
+# beside those in C, without pollers and on the CPU, ROUNDS of each size (default 5), and what calls of the driver take. All that
+# it leaves is one file, eager.tgz: logs and JSON.
 #
 # bench needs the archive alone, and 2 GPUs: `fserver bench` pingpong (all places too) and graph trips with tensors
 # on GPUs, each in turn with others' ways or beside them, and prints what they say, within 9 minutes:
 # ROUNDS of each size (default 5), RUNS of 20 round trips through a channel (default 1000). All that it
 # leaves is one file, bench.tgz.
 #
-# staged needs the archive and nvcc: GPU tensors over TCP, CPU tensors over TCP, copies between a GPU and
-# pinned memory, and a program in C that does the same, ROUNDS of each in turn (default 4), and prints how they
-# compare, within 5 minutes. All that it leaves is one file, staged.tgz.
+# staged needs the archive and nvcc: copies between a GPU and pinned memory, GPU tensors over TCP in C, and CPU and GPU tensors over
+# TCP by `fserver bench pingpong`, ROUNDS of each in turn (default 4), and prints them, within 5 minutes. All that it leaves is
+# one file, staged.tgz.
 #
 # channel needs the archive alone: RUNS of each measurement (default 40), SWEEP=1 for other
 # thresholds too, FULL=1 for the sanitizer.
@@ -130,11 +131,6 @@ build() { FSERVER_ARCHIVE=build/libfserver.a within 60 "$PYTHON" tools/builder.p
 
 floor() { within 30 nvcc -O2 -o "$OUT/gpu_floor" tools/gpu_floor.c -lcuda -lcudart; }
 
-# round_trips GPU ROUNDS
-round_trips() {
-  within $((60 + $2 / 1000)) "$PYTHON" tools/gpu_eager.py "$OUT/gpu_floor" 0 "$1" "$2" >"$OUT/eager.json"
-}
-
 # pack FILE DIR leaves what is in DIR as one file.
 pack() {
   rm -f "$2/gpu_floor"
@@ -162,26 +158,11 @@ eager_steps() {
   step eager-tests within 240 "$PYTHON" -m pytest -v -p no:cacheprovider --maxfail=4 --durations=8 \
     tests/gpu -k "not lane and not channel" --junitxml="$OUT/eager-tests.xml"
   step floor floor
-  step eager-bench round_trips "$last" "${ROUNDS:-10000}"
-  grep -h '^cores' "$OUT/eager-bench.txt"
-  "$PYTHON" - "$OUT/eager.json" <<'END'
-import json, sys
-try:
-    result = json.load(open(sys.argv[1]))
-except (OSError, ValueError) as error:
-    sys.exit(f"no result of the benchmark: {error}")
-for call in result["calls_ns"]:
-    print(f"call p50 {call['p50']:6} ns, p99 {call['p99']:6} ns  {call['call']}")
-for r in result["rows"]:
-    b = r["floor"]
-    print(f"{r['name']:28} {'floor':20} p50 {b['p50_us']:7.1f} us          p99 {b['p99_us']:7.1f}")
-    for kind, how in r["transport"].items():
-        f = r[kind]
-        print(f"{'':28} {kind + ' (' + how + ')':20} p50 {f['p50_us']:7.1f} us x {f['p50_ratio']:5.2f}  "
-              f"p99 {f['p99_us']:7.1f} x {f['p99_ratio']:5.2f}")
-        print(" " * 28, "  start posted received delivered respond answered arrived done | push_pull, wait returned:",
-              *f["stamps_us"])
-END
+  step eager-calls within 30 "$OUT/gpu_floor" calls 0 "$last"
+  cat "$OUT/eager-calls.txt"
+  local trips=(--sizes "4K,64K,896K:1792K,64M" --ops push_pull --rounds "${ROUNDS:-5}" --beside none)
+  bench_step eager 160 --device cpu,gpu "${trips[@]}"
+  FSERVER_PROGRESS=caller bench_step eager-caller 120 --device gpu "${trips[@]}"
   step go-cuda within 10 env -C cshim/cuda "$PWD/build/tests/cuda.test"
   step go-stage within 40 build/tests/stage.test -test.run GPU -test.timeout 38s
   step go-cudaipc within 40 build/tests/cudaipc.test -test.run GPU -test.timeout 38s
@@ -216,7 +197,7 @@ bench_steps() {
 
 # GPU tensors over a transport that takes host memory alone.
 staged_steps() {
-  local cores=${CORES:-4,6} round device last
+  local cores=${CORES:-4,6} round last
   last=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() - 1)') || exit
   step machine machine
   step build build
@@ -226,13 +207,10 @@ staged_steps() {
   for ((round = 1; round <= ${ROUNDS:-4}; round++)); do
     step "copies-$round" within 20 "$OUT/gpu_floor" copies 0 "${cores%,*}" 4096 1048576 67108864
     step "floor-$round" within 40 "$OUT/gpu_floor" staged 0 "$last" "${cores%,*}" "${cores#*,}" 4096 1048576 67108864
-    for device in cpu gpu; do
-      step "$device-$round" within 60 "$PYTHON" -m fserver bench pingpong --device "$device" --transport tcp --sizes 4K,1M,64M \
-        --ops push_pull --rounds 3 --cores "$cores" --beside none --json "$OUT/$device-$round.json"
-    done
+    echo "bytes, ns of a copy from and to the GPU; bytes, ns of a round trip in C:"
+    cat "$OUT/copies-$round.txt" "$OUT/floor-$round.txt"
+    bench_step "tcp-$round" 60 --device cpu,gpu --transport tcp --sizes 4K,1M,64M --ops push_pull --rounds 3 --cores "$cores" --beside none
   done
-  step staged "$PYTHON" tools/gpu_staged.py "$OUT"
-  cat "$OUT/staged.txt"
 }
 
 tests() {

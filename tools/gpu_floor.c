@@ -1,11 +1,4 @@
-/* What the copy engine and a flag in shared host memory reach without us: two
- * processes, CUDA IPC, one thread each. Each round trip: copy to the peer, the
- * stream stores a number into host memory, the peer's CPU sees it and answers.
- *
- *   gpu_floor GPU_A GPU_B CORE_A CORE_B OUT:BACK:ROUNDS...
- *
- * prints the round trips in nanoseconds, one a line, with an empty line behind
- * those of each size. Each process is bound to its core.
+/* What calls of the driver, copies and a socket take without us.
  *
  *   gpu_floor calls GPU_A GPU_B
  *
@@ -32,14 +25,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
-
-#define WARM 100
-#define MOST 16 /* sizes */
 
 #define MUST(call)                                                             \
   do {                                                                         \
@@ -50,14 +39,6 @@
       exit(1);                                                                 \
     }                                                                          \
   } while (0)
-
-struct side {
-  cudaIpcMemHandle_t memory;
-  volatile int ready;
-  char pad[4096 - sizeof(cudaIpcMemHandle_t) - sizeof(int)];
-  volatile unsigned long long number; /* of the copies that are here */
-  char pad2[4088];
-};
 
 static long long now(void) {
   struct timespec t;
@@ -281,71 +262,7 @@ int main(int argc, char **argv) {
     return copies(atoi(argv[2]), atoi(argv[3]), argv + 4);
   if (argc == 4 && strcmp(argv[1], "calls") == 0)
     return calls(atoi(argv[2]), atoi(argv[3]));
-  if (argc < 6 || argc > 5 + MOST)
-    return fprintf(stderr, "gpu_floor GPU_A GPU_B CORE_A CORE_B "
-                           "OUT:BACK:ROUNDS...\n"),
-           2;
-  int gpus[2] = {atoi(argv[1]), atoi(argv[2])};
-  size_t bytes[MOST][2], most = 0;
-  long rounds[MOST], longest = 0;
-  const int sizes = argc - 5;
-  for (int i = 0; i < sizes; i++) {
-    if (sscanf(argv[5 + i], "%zu:%zu:%ld", &bytes[i][0], &bytes[i][1],
-               &rounds[i]) != 3)
-      return fprintf(stderr, "gpu_floor: %s\n", argv[5 + i]), 2;
-    for (int j = 0; j < 2; j++)
-      most = bytes[i][j] > most ? bytes[i][j] : most;
-    longest = rounds[i] > longest ? rounds[i] : longest;
-  }
-  struct side *sides = mmap(0, 2 * sizeof *sides, PROT_READ | PROT_WRITE,
-                            MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  int me = fork() == 0;
-  struct side *mine = &sides[me], *theirs = &sides[1 - me];
-  bind_to(atoi(argv[3 + me]));
-
-  MUST(cudaSetDevice(gpus[me]));
-  MUST(cudaFree(0));
-  char *own, *peer;
-  MUST(cudaMalloc((void **)&own, 2 * most));
-  char *source = own + most;
-  MUST(cudaIpcGetMemHandle(&mine->memory, own));
-  MUST(cudaHostRegister(sides, 2 * sizeof *sides,
-                        cudaHostRegisterMapped | cudaHostRegisterPortable));
-  CUdeviceptr flag; /* the peer's number, which our stream stores */
-  MUST(cudaHostGetDevicePointer((void **)&flag, (void *)&theirs->number, 0));
-  cudaStream_t stream;
-  MUST(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  __atomic_store_n(&mine->ready, 1, __ATOMIC_SEQ_CST);
-  while (!__atomic_load_n(&theirs->ready, __ATOMIC_SEQ_CST))
-    sched_yield();
-  MUST(cudaIpcOpenMemHandle((void **)&peer, theirs->memory,
-                            cudaIpcMemLazyEnablePeerAccess));
-  long long *took = malloc(sizeof *took * (size_t)longest);
-  unsigned long long n = 0;
-  for (int k = 0; k < sizes; k++) {
-    for (long i = 0; i < rounds[k] + WARM; i++) {
-      n++;
-      const long long start = now();
-      if (me)
-        while (mine->number < n)
-          ;
-      MUST(cudaMemcpyAsync(peer, source, bytes[k][me], cudaMemcpyDefault,
-                           stream));
-      MUST(cuStreamWriteValue64(stream, flag, n, 0));
-      if (!me)
-        while (mine->number < n)
-          ;
-      if (i >= WARM)
-        took[i - WARM] = now() - start;
-    }
-    if (me)
-      continue;
-    for (long i = 0; i < rounds[k]; i++)
-      printf("%lld\n", took[i]);
-    printf("\n");
-  }
-  MUST(cudaStreamSynchronize(stream));
-  if (!me)
-    wait(0);
-  return 0;
+  fprintf(stderr,
+          "gpu_floor: want calls, copies or staged, and its arguments\n");
+  return 2;
 }

@@ -12,11 +12,10 @@
 #   TRANSPORT=auto    verbs: RDMA or nothing
 #   SECONDS_EACH=120  time limit of a step
 #   WAIT=600          how long one host waits for the other one
-#   MOST=67108864     bytes of the largest tensor
+#   SIZES=64,4K,...   bytes of a tensor in the step bytes
 #   ITERS=1000        messages of each size for perftest
-#   TOKENS=5          tokens of 61 layers x 3 stages
 #   STEPS="..."       which steps, in this order: doctor peer bytes gpu layers tcp perftest nccl nixl ucx; the same on both
-#   PYTHON=python3    which has fserver
+#   PYTHON=python3    which has fserver[bench]
 #
 # The exit status is 1 if a step failed. A step that cannot run is skipped, with the reason.
 set -uo pipefail
@@ -54,7 +53,7 @@ finish() {
 }
 trap 'failed=1; finish' INT TERM
 
-# Runs a command with the time limit, its output in $results/STEP.log. What it prints last is the reason of a failure.
+# Runs a command with the time limit, its output in $results/STEP.log. The reason of a failure is what the doctor finds, or what is printed last.
 try() { # STEP COMMAND...
   local step=$1
   shift
@@ -63,17 +62,33 @@ try() { # STEP COMMAND...
   case $status in
   0) return 0 ;;
   124 | 137) line FAIL "$step" "no end within $limit s (SECONDS_EACH); see $step.log" ;;
-  *) line FAIL "$step" "$(grep -v '^ *$' "$results/$step.log" | tail -n 1)" ;;
+  *) line FAIL "$step" "$(grep -m 1 '^  no ' "$results/$step.log" || grep -v '^ *$' "$results/$step.log" | tail -n 1)" ;;
   esac
   return 1
 }
-part() { # STEP PROGRAM NUMBER [OPTION...]: both hosts run PROGRAM of rdma_steps.py
-  local step=$1 program=$2 number=$3
-  shift 3
-  if try "$step" "$python" "$here/rdma_steps.py" "$program" --role "$role" --at "$(join "$server" $((port + number)))" \
-    --seconds "$limit" --json "$results/$step.json" "$@"; then
-    line ok "$step" "$(sed -n 's/^summary: //p' "$results/$step.log")"
-  fi
+other() { # STEP NUMBER [OPTION...]: both hosts run this step of rdma_steps.py
+  local step=$1 number=$2
+  shift 2
+  try "$step" "$python" "$here/rdma_steps.py" "$step" --role "$role" --at "$(join "$server" $((port + number)))" \
+    --seconds "$limit" --json "$results/$step.json" "$@" || return
+  line ok "$step" "$(sed -n 's/^summary: //p' "$results/$step.log")"
+}
+bench() { # STEP NUMBER BENCHMARK OPTION...: both hosts run `fserver bench`
+  local step=$1 number=$2
+  shift 2
+  try "$step" "$python" -m fserver bench "$@" --scheduler "$(join "$server" $((port + number)))" --role "${role/client/worker}" \
+    --rounds 3 --json "$results/$step.json" || return
+  [[ $role == client ]] || {
+    line ok "$step" "the client has the figures"
+    return
+  }
+  line ok "$step" "$(awk -F '[": ,]+' '$2 == "transport" { way = $3 } $2 == "bytes_out" || $2 == "bytes" { count = $3 }
+    $2 == "p50_us" { found = found ", " count " B " int($3 + 0.5) " us" }
+    $2 == "messages" { found = found ", " count " B " int($3) " messages/s" }
+    END { print way found }' "$results/$step.json")"
+}
+pingpong() { # STEP TRANSPORT OPTION...
+  bench "$1" 2 pingpong --transport "$2" --ops push_pull "${@:3}"
 }
 join() { if [[ $1 == *:* ]]; then echo "[$1]:$2"; else echo "$1:$2"; fi; }
 has() { command -v "$1" >/dev/null; }
@@ -125,18 +140,24 @@ doctor() {
 }
 peer() {
   if [[ $role == server ]]; then
-    line ok peer "answered the doctor of the client (listen.log)"
+    if kill -0 "$listener" 2>/dev/null; then line ok peer "answers the doctor of the client (listen.log)"; else line FAIL peer "$(tail -n 1 "$results/listen.log")"; fi
     return
   fi
   try peer "$python" -m fserver doctor --peer "$(join "$server" $((port + 1)))" || return
   line ok peer "$(grep -E '^ *yes +transport' "$results/peer.log" | tr -s ' '); $(tail -n 1 "$results/peer.log" | tr -s ' ')"
 }
+path() { # here or there: device, port and index of the GID, as the step peer found them
+  sed -nE "s/.*RDMA $1 +(\S+) port ([0-9]+), GID ([0-9]+) .*/\1 \2 \3/p" "$results/peer.log" 2>/dev/null
+}
 perftest() {
   both perftest perftest || return
   local name number gid test bad=0
-  read -r name number gid < <(sed -nE 's/.*"path": "(\S+) port ([0-9]+), GID ([0-9]+) .*/\1 \2 \3/p' "$results/bytes.json" 2>/dev/null)
+  # The client alone has the report of both sides.
+  meet devices "$limit" "$(path there)"
+  if [[ $role == client ]]; then heard="$server $(path here)"; fi
+  read -r _ name number gid <<<"$heard"
   if [[ ! ${gid:-} ]]; then
-    line skip perftest "the step bytes did not go over RDMA"
+    line skip perftest "the step peer did not go over RDMA"
     return
   fi
   for test in ib_write_lat ib_write_bw; do
@@ -165,6 +186,7 @@ line ok start "$role; the server is $server; here:${own:- no perftest, GPU, ucx,
 if [[ $role == server ]]; then
   "$python" -m fserver doctor --listen "$(join "$server" $((port + 1)))" >"$results/listen.log" 2>&1 &
   listener=$!
+  until grep -q ^listening "$results/listen.log" || ! kill -0 "$listener" 2>/dev/null; do sleep 0.1; done
 fi
 for step in $steps; do
   began=$SECONDS
@@ -175,12 +197,13 @@ for step in $steps; do
   peer) peer ;;
   perftest) perftest ;;
   ucx) ucx ;;
-  bytes) part bytes bytes 2 --most "${MOST:-67108864}" ;;
-  gpu) if both gpu gpu; then part gpu bytes 3 --most "${MOST:-67108864}" --device gpu; fi ;;
-  layers) part layers layers 4 --tokens "${TOKENS:-5}" ;;
-  tcp) FSERVER_TRANSPORT=tcp part tcp layers 4 --tokens "${TOKENS:-5}" ;;
-  nccl) if both nccl gpu; then part nccl nccl 6; fi ;;
-  nixl) if both nixl nixl; then part nixl nixl 6 --device "$(have gpu && echo gpu || echo cpu)"; fi ;;
+  bytes) pingpong bytes "$FSERVER_TRANSPORT" --sizes "${SIZES:-64,4K,64K,1M,16M,64M}" ;;
+  # 61 layers with 3 stages, 20 times a second, need a round trip of 273 us.
+  layers) pingpong layers "$FSERVER_TRANSPORT" --tensors 7 --sizes 128K:256K ;;
+  tcp) pingpong tcp tcp --tensors 7 --sizes 128K:256K ;;
+  gpu) if both gpu gpu; then bench gpu 2 kv --transport "$FSERVER_TRANSPORT" --memory gpu --ops push_pull --keys 1 --sizes 4K,1M,64M; fi ;;
+  nccl) if both nccl gpu; then other nccl 6 --device gpu; fi ;;
+  nixl) if both nixl nixl; then other nixl 6 --device "$(have gpu && echo gpu || echo cpu)"; fi ;;
   *) line FAIL "$step" "no such step (STEPS)" ;;
   esac
 done

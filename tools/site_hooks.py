@@ -10,7 +10,10 @@ from typing import Any
 
 # Pages of the site that are files of the repository's root.
 FROM_ROOT = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
-LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
+# A block of code, a link, or words between backticks, in which there is no link.
+PART = re.compile(
+    r"^`{3,}.*?^`{3,}\s*$|(?<!!)\[([^\]]+)\]\(([^)\s]+)\)|`[^`\n]+`", re.DOTALL | re.MULTILINE
+)
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
@@ -25,7 +28,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 
     def fit(match: re.Match[str]) -> str:
         text, target = match.groups()
-        if ":" in target or target.startswith(("#", "/")):
+        if text is None or ":" in target or target.startswith(("#", "/")):
             return match.group()
         path, hash_, anchor = target.partition("#")
         path = posixpath.normpath(posixpath.join(folder, path))
@@ -35,6 +38,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
             return text
         return f"[{text}]({posixpath.relpath(path, here)}{hash_}{anchor})"
 
-    # What is in a block of code, or between backticks, is not a link.
-    parts = re.split(r"(^`{3,}.*?^`{3,}\s*$|`[^`\n]+`)", markdown, flags=re.DOTALL | re.MULTILINE)
-    return "".join(part if part.startswith("`") else LINK.sub(fit, part) for part in parts)
+    return PART.sub(fit, markdown)

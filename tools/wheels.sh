@@ -57,6 +57,7 @@ tools() {
   wanted=$(sha256sum <requirements/wheels.txt)
   [[ -x $work/env/bin/python ]] || "${pythons[0]}" -m venv "$work/env"
   if [[ $(cat "$work/env/.done" 2>/dev/null) != "$wanted" ]]; then
+    rm -rf build/cpython-* # what other tools have made
     "$work/env/bin/python" -m pip install -q -r requirements/wheels.txt
     rm -rf "$work/setuptools" # pure Python, for every Python
     "$work/env/bin/python" -m pip install -q --no-deps --target "$work/setuptools" \
@@ -151,7 +152,7 @@ for version in "${torches[@]}"; do
   torch_homes+=${torch_homes:+:}$work/torch/$version/torch
 done
 for machine in "${machines[@]}"; do
-  "$work/env/bin/python" tools/wheel_cxx.py "$machine" --version
+  "$work/env/bin/python" tools/wheel_cxx.py "$machine" --version # or there is no such compiler
   archive "$machine"
   for python in "${pythons[@]}"; do
     say "$("$python" -c 'import sys; print("CPython %d.%d" % sys.version_info[:2])'), $machine"

@@ -91,6 +91,8 @@ def _options(argv: list[str]) -> argparse.Namespace:
     opts.check_hosts(PARSER, options)
     if options.role:
         options.places = ["remote"]
+        if options.transport[1:]:
+            PARSER.error("--role: want one --transport")
     if options.shared and (options.places, options.device) != (["local"], ["cpu"]):
         PARSER.error("--shared: want --places local and --device cpu")
     if options.against:
@@ -105,9 +107,9 @@ def _options(argv: list[str]) -> argparse.Namespace:
 @contextlib.contextmanager
 def _far(run: Run, actor: str, role: str) -> Iterator[Crew]:
     """The process of this host; the other one is on the other host."""
-    member = Member(role, actor, role, run.cores[role == "server"])
+    options, member = run.options, Member(role, actor, role, run.cores[role == "server"])
     with crew.start([member], run.nodes) as one:
-        with one.cluster("tcp", host=run.options.host, scheduler=run.options.scheduler):
+        with one.cluster(options.transport[0], host=options.host, scheduler=options.scheduler):
             yield one
 
 
@@ -129,7 +131,7 @@ def _rows(run: Run, place: str, planned: Sequence[Case]) -> Iterator[dict[str, A
 def _ours(run: Run, stack: contextlib.ExitStack, place: str, case: Case) -> Iterator[Way]:
     """A pair for each transport, and another one for shared tensors. They end with the stack."""
     options = run.options
-    transports = ["tcp"] if place == "remote" else options.transport
+    transports = ["tcp"] if place == "remote" and not options.role else options.transport
     alone = len(transports) * len(options.places) * len(options.device) == 1
     host = own_address() if place == "remote" and not options.role else None
     for transport, shared in itertools.product(transports, [False, True][: 1 + options.shared]):
@@ -145,9 +147,10 @@ def _ours(run: Run, stack: contextlib.ExitStack, place: str, case: Case) -> Iter
             player.prepare(case)
             player.check(0)
         name = two.transport()
-        where = "{},{}".format(*two.gpus) if baseline_of(name) == "raw gpu" else host
+        by = "tcp" if options.role else name  # between two hosts, the raw program has no other
+        where = "{},{}".format(*two.gpus) if baseline_of(by) == "raw gpu" else host
         make = functools.partial(far_baseline, two, run.cores[0]) if options.role else None
-        yield Way(f"{name} shared" if shared else name, player, run.raw(name, where, make))
+        yield Way(f"{name} shared" if shared else name, player, run.raw(by, where, make))
 
 
 def _pair(

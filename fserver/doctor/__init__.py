@@ -1,9 +1,11 @@
 """`fserver doctor`: tests this host or the path to another host, and says how to fix what fails."""
 
 import argparse
+import contextlib
 import json
 import sys
 
+from fserver import _loader
 from fserver.node import inherited
 from fserver.run import address
 
@@ -83,6 +85,8 @@ def _listen(at: str, port: int, values: dict[str, str]) -> int:
         return 1
     if not key and at not in ("127.0.0.1", "::1", "localhost"):
         say("no secret is set, so every host that can connect may use this (set FSERVER_SECRET)")
+    with contextlib.suppress(_loader.LoadError):  # its callers hear why, if they send tensors
+        _loader.load()  # now: it takes seconds, which nobody is to wait for
     with server:
         print(f"listening on {names.join(at, server.getsockname()[1])}", flush=True)
         listen.serve(server, key)

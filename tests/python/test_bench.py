@@ -229,6 +229,10 @@ def test_units_are_counted():
         (["pingpong", "--places", "here"], "'here': want some of local, remote"),
         (["pingpong", "--device", "tpu"], "'tpu': want some of cpu, gpu"),
         (["pingpong", "--role", "server"], "--scheduler and --role: give both, or neither"),
+        (
+            ["pingpong", "--role", "server", "--scheduler", "a:1", "--transport", "tcp,cma"],
+            "--role: want one --transport",
+        ),
         (["pingpong", "--shared", "--device", "gpu"], "--shared: want --places local and --device"),
         (["af", "--layers", "2000"], "want at most 4096"),
         (["fanin", "--groups", "0"], "'0': want a whole number, 1 or more"),

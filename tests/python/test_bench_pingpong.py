@@ -185,6 +185,7 @@ TWO = ["--sizes", "4K", "--ops", "pull", "--rounds", "1", "--iters", "10"]
 def test_two_hosts(tmp_path, port):
     path = tmp_path / "rows.json"
     common = ["pingpong", "--scheduler", f"127.0.0.1:{port}", "--host", "127.0.0.1"]
+    common += ["--transport", "tcp"]
     argv = [*TWO, "--device", "cpu,gpu", "--json", str(path)]
     with ThreadPoolExecutor(1) as pool:
         server_status = pool.submit(bench.main, [*common, "--role", "server"])
@@ -199,9 +200,24 @@ def test_two_hosts(tmp_path, port):
 
 
 @needs_compiler
+def test_two_hosts_by_another_transport(tmp_path, port):
+    """The program in C is over TCP all the same."""
+    path = tmp_path / "rows.json"
+    common = ["pingpong", "--scheduler", f"127.0.0.1:{port}", "--transport", "cma"]
+    with ThreadPoolExecutor(1) as pool:
+        server_status = pool.submit(bench.main, [*common, "--role", "server"])
+        assert bench.main([*common, "--role", "worker", *TWO, "--json", str(path)]) == 0
+        assert server_status.result(60) == 0
+    (row,) = written(path, "pingpong")
+    assert row["transport"].startswith("cma") and row["baseline"] == "raw tcp"
+    assert row["p50_us"] > 0 and row["baseline_p50_us"] > 0
+
+
+@needs_compiler
 def test_two_hosts_where_the_other_has_no_compiler(tmp_path, port, capsys):
     path = tmp_path / "rows.json"
     common = ["pingpong", "--scheduler", f"127.0.0.1:{port}", "--host", "127.0.0.1"]
+    common += ["--transport", "tcp"]
     env = {**os.environ, "CC": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "fserver", "bench", *common, "--role", "server"]
     with subprocess.Popen(command, env=env) as other:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -17,9 +18,8 @@ from test_containers import needs
 SCRIPT = Path(__file__).parents[2] / "tools/rdma_check.sh"
 HOSTS = {"server": "10.79.0.1", "client": "10.79.0.2"}
 SHORT = {
-    "MOST": "5000",
-    "TOKENS": "1",
-    "SECONDS_EACH": "60",
+    "SIZES": "64,4K",
+    "SECONDS_EACH": "120",
     "WAIT": "60",
     "PYTHON": sys.executable,
 }
@@ -86,13 +86,15 @@ def test_two_hosts(spaces: dict[str, str], tmp_path: Path) -> None:
         assert len(out[role].splitlines()) < 25, "it fits on a screen"
         with tarfile.open(tmp_path / f"{role}.tar.gz") as packed:
             files = {Path(name).name for name in packed.getnames()}
-        assert {"summary.txt", "facts.txt", "doctor.log", "bytes.json", "layers.json"} <= files
-    sizes = json.loads((tmp_path / "client/bytes.json").read_text())["sizes"]
-    assert [s["bytes"] for s in sizes] == sorted(
-        {1, 2, *(4**i + d for i in range(1, 7) for d in (-1, 0, 1))}
-    )
+        assert {"summary.txt", "facts.txt", "doctor.log", "bytes.log", "layers.log"} <= files
+    assert re.search(r"bytes .* tcp, 64 B \d+ us, 4096 B \d+ us$", out["client"], re.MULTILINE)
+    rows = json.loads((tmp_path / "client/bytes.json").read_text())["rows"]
+    assert [(row["bytes_out"], row["transport"]) for row in rows] == [(64, "tcp"), (4096, "tcp")]
     assert "transport  tcp" in (tmp_path / "client/peer.log").read_text()
-    assert json.loads((tmp_path / "client/layers.json").read_text())["p50_us"] > 0
+    for step in ("layers", "tcp"):
+        [row] = json.loads((tmp_path / f"client/{step}.json").read_text())["rows"]
+        assert (row["bytes_out"], row["bytes_back"]) == (896 << 10, 1792 << 10)
+        assert row["p50_us"] > 0 and row["transport"] == "tcp"
 
 
 # A module that plays NIXL between processes of one machine: a WRITE goes by /proc/PID/mem.
@@ -143,24 +145,28 @@ def test_nixl(spaces: dict[str, str], tmp_path: Path) -> None:
     (module / "_api.py").write_text(NIXL)
     more = {"STEPS": "nixl", "PYTHONPATH": str(module.parent), "FAKE_NIXL": str(tmp_path)}
     both = {role: start(spaces, role, tmp_path / role, **more) for role in HOSTS}
-    out = {role: process.communicate(timeout=100)[0] for role, process in both.items()}
+    out = {role: process.communicate(timeout=200)[0] for role, process in both.items()}
     for role, process in both.items():
         assert process.returncode == 0, out
         assert states(out[role])["nixl"] == "ok", out
-    assert "cpu memory, 4096 B" in out["client"] and ", 1048576 B" in out["client"]
-    sizes = json.loads((tmp_path / "client/nixl.json").read_text())["sizes"]
-    assert [(s["bytes"], s["count"]) for s in sizes] == [(4096, 200), (1 << 20, 200)]
-    assert all(0 < s["p50_us"] <= s["p99_us"] for s in sizes)
+    assert "cpu memory, 4 KiB" in out["client"] and ", 1 MiB" in out["client"]
+    rows = json.loads((tmp_path / "client/nixl.json").read_text())["rows"]
+    sizes = [(row["bytes_out"], row["bytes_back"]) for row in rows]
+    assert sizes == [(4096, 4096), (1 << 20, 1 << 20), (896 << 10, 1792 << 10)]
+    assert all(0 < row["p50_us"] <= row["p99_us"] for row in rows)
 
 
 def test_a_step_that_fails(spaces: dict[str, str], tmp_path: Path) -> None:
     """RDMA is demanded, and there is none: the step fails on both sides, and the next ones run."""
-    steps = {"STEPS": "bytes doctor", "TRANSPORT": "verbs", "SECONDS_EACH": "20"}
+    steps = {"STEPS": "peer bytes doctor", "TRANSPORT": "verbs"}
     both = {role: start(spaces, role, tmp_path / role, **steps) for role in HOSTS}
-    for process in both.values():
-        out, _ = process.communicate(timeout=200)
+    for role, process in both.items():
+        out, _ = process.communicate(timeout=300)
         assert process.returncode == 1
-        assert states(out)["bytes"] == "FAIL" and "FSERVER_TRANSPORT=verbs" in out
+        assert states(out)["bytes"] == "FAIL", out
+        assert states(out)["peer"] == ("FAIL" if role == "client" else "ok"), out
+        assert role == "server" or re.search(r"^FAIL peer .* no +tensors ", out, re.MULTILINE), out
+        assert "FSERVER_TRANSPORT=verbs: list the devices" in out, out
         assert states(out)["doctor"] == "ok", out
 
 
@@ -168,7 +174,7 @@ def test_a_step_that_hangs(spaces: dict[str, str], tmp_path: Path) -> None:
     """It is ended when its time is over, and the next step runs."""
     python = tmp_path / "python"
     python.write_text(
-        '#!/bin/sh\ncase "$*" in *"rdma_steps.py bytes"*) sleep 100 ;; esac\n'
+        '#!/bin/sh\ncase "$*" in *"bench pingpong"*) sleep 100 ;; esac\n'
         f'exec {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
