@@ -23,7 +23,7 @@ def register_attention(
     layout: str = "zigzag",
     algorithm: str = "auto",
     reduce_dtype: torch.dtype = torch.float32,
-    agreed: bool = False,
+    agreed: bool | None = None,
     copies: bool = False,
 ) -> None:
     """Registers `ringx_attention` with transformers, for ``attn_implementation=name``.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,24 @@ from world import Rank, World
 from fserver.ringx import positions, ringx_attention
 from fserver.ringx.algorithms import ALGORITHMS
 
-NAMES = [*ALGORITHMS]
-CAUSAL = [name for name in NAMES if ALGORITHMS[name].causal]
+
+class Row(NamedTuple):
+    """An algorithm with one of its masks."""
+
+    algorithm: str
+    causal: bool
+    layout: str
+
+
+ROWS = {
+    name if causal == next(iter(how.masks)) else f"{name} full": Row(
+        name, causal, how.layout(causal)
+    )
+    for name, how in ALGORITHMS.items()
+    for causal in how.masks
+}
+NAMES = [*ROWS]
+CAUSAL = [name for name, row in ROWS.items() if row.causal]
 EXACT = 1e-12
 """Relative error that float64 leaves."""
 
@@ -55,6 +71,12 @@ class Problem:
             k[..., 0] = math.copysign(float(q[0, 0, 0, 0]), self.level)
         found = [q, k, v, random(*q.shape), random(self.heads)]
         return [t.to(self.dtype) for t in found]
+
+
+def fitted(problem: Problem, name: str, size: int) -> Problem:
+    """With so many heads that each rank can have a part of them, where the algorithm wants it."""
+    short = ALGORITHMS[ROWS[name].algorithm].by_heads and problem.heads % size
+    return replace(problem, heads=problem.heads * size) if short else problem
 
 
 def dense(problem: Problem, causal: bool, at_once: int = 2048) -> dict[str, Tensor]:
@@ -124,8 +146,8 @@ def call(
     """out, lse and gradients of a shard."""
     out, lse = ringx_attention(
         *mine.leaves[:3],
-        algorithm=algorithm,
-        causal=ALGORITHMS[algorithm].causal,
+        algorithm=ROWS[algorithm].algorithm,
+        causal=ROWS[algorithm].causal,
         group=me.group,
         sink=mine.leaves[3] if len(mine.leaves) > 3 else None,
         return_lse=True,
@@ -146,7 +168,8 @@ def attend(
     **options: Any,
 ) -> dict[str, Tensor]:
     """out, lse and gradients of this rank's shards."""
-    mine = shard(me, problem, ALGORITHMS[algorithm].layout, lengths, strided)
+    problem = fitted(problem, algorithm, me.size)
+    mine = shard(me, problem, ROWS[algorithm].layout, lengths, strided)
     return call(me, mine, algorithm, **options)
 
 
@@ -164,7 +187,7 @@ def assembled(
     lengths: Lengths | None = None,
 ) -> dict[str, Tensor]:
     """The ranks' shards at their places."""
-    layout, size = ALGORITHMS[algorithm].layout, len(parts)
+    layout, size = ROWS[algorithm].layout, len(parts)
     of_q, of_k = lengths or (None, None)
     rows = torch.cat([split(problem.rows, of_q, layout, r, size) for r in range(size)]).argsort()
     keys = torch.cat([split(problem.keys, of_k, layout, r, size) for r in range(size)]).argsort()
@@ -230,6 +253,7 @@ def check(
 ) -> None:
     """The ranks' shards, put together, are what dense attention gives."""
     parts = world.run(members, function, problem, algorithm, lengths, **options)
+    problem = fitted(problem, algorithm, len(members))
     found = assembled(parts, problem, algorithm, lengths)
-    worst = errors(found, dense(problem, ALGORITHMS[algorithm].causal))
+    worst = errors(found, dense(problem, ROWS[algorithm].causal))
     assert max(worst.values()) <= limit, worst
