@@ -79,9 +79,15 @@ def fitted(problem: Problem, name: str, size: int) -> Problem:
     return replace(problem, heads=problem.heads * size) if short else problem
 
 
-def dense(problem: Problem, causal: bool, at_once: int = 2048) -> dict[str, Tensor]:
+SCORES = 128 << 20
+"""Bytes of the scores that `dense` makes at a time; autograd has some eight times as many. On one GPU
+all ranks do so at a time."""
+
+
+def dense(problem: Problem, causal: bool) -> dict[str, Tensor]:
     """out, lse and the gradients by autograd, in float64, of the problem as its type has it. One
-    head and `at_once` rows at a time, so that long sequences have room."""
+    head and some rows at a time, so that long sequences have room."""
+    at_once = max(1, SCORES // (8 * problem.batch * problem.keys))
     q, k, v, dout, sink = (t.double().requires_grad_() for t in problem.tensors())
     out, lse = torch.empty_like(q), q.new_empty(problem.batch, problem.heads, problem.rows)
     at = torch.arange(max(problem.rows, problem.keys), device=q.device)
