@@ -80,8 +80,8 @@ def fitted(problem: Problem, name: str, size: int) -> Problem:
 
 
 SCORES = 128 << 20
-"""Bytes of the scores that `dense` makes at a time; autograd has some eight times as many. On one GPU
-all ranks do so at a time."""
+"""Bytes of the scores that `dense` makes at a time; autograd has some eight times as many, and all
+ranks may do so on one GPU."""
 
 
 def dense(problem: Problem, causal: bool) -> dict[str, Tensor]:
