@@ -36,7 +36,13 @@ def _gather(masks: Mapping[bool, Blocks]) -> Algorithm:
 
 def _broadcast(behind: bool, together: int = 0) -> Algorithm:
     backward = partial(schedules.broadcast_backward, ahead=True, behind=behind)
-    return Algorithm({True: zigzag}, schedules.broadcast_forward, backward, together=together)
+    forward = partial(schedules.owners_forward, arrive=schedules.broadcast_keys)
+    return Algorithm({True: zigzag}, forward, backward, together=together)
+
+
+def _ring() -> Algorithm:
+    forward = partial(schedules.owners_forward, arrive=ring.arrivals, most=schedules.FASTEST)
+    return Algorithm({True: zigzag, False: full}, forward, ring.backward)
 
 
 ALGORITHMS = {
@@ -48,7 +54,7 @@ ALGORITHMS = {
     "X3b": _gather({False: full}),
     "X4": _broadcast(behind=False, together=1),
     "X4o": _broadcast(behind=True),
-    "ring": Algorithm({True: zigzag, False: full}, ring.forward, ring.backward),
+    "ring": _ring(),
     "ulysses": Algorithm(
         {True: contiguous, False: full}, heads.forward, heads.backward, by_heads=True
     ),

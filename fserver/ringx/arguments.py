@@ -239,9 +239,7 @@ def facts_of(
         "copies": options.copies,
         GRADIENTS: gradients,
         "q.dtype": q.dtype,
-        "q.shape[0]": q.shape[0],
-        "q.shape[2]": q.shape[2],
-        "q.shape[3]": q.shape[3],
+        **{f"q.shape[{dim}]": q.shape[dim] for dim in (0, 2, 3)},
         "k.shape[2]": k.shape[2],
         # Behind the shapes, as that which is the default follows from q.shape[3].
         "scale": options.factor(q),

@@ -50,6 +50,11 @@ def register_attention(
             f"ringx: transformers: {error} (install transformers 4.53 or newer)"
         ) from error
 
+    options: dict[str, Any] = {
+        "layout": layout, "group": group, "algorithm": algorithm, "reduce_dtype": reduce_dtype,
+        "agreed": agreed, "copies": copies,
+    }  # fmt: skip
+
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
         dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
@@ -63,20 +68,8 @@ def register_attention(
                     "attn_implementation, or a model without it)"
                 )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        out = ringx_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            causal=causal,
-            layout=layout,
-            scale=scaling,
-            sink=s_aux,
-            group=group,
-            algorithm=algorithm,
-            reduce_dtype=reduce_dtype,
-            agreed=agreed,
-            copies=copies,
-        )
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        out = ringx_attention(q, k, v, causal=causal, scale=scaling, sink=s_aux, **options)
         assert isinstance(out, Tensor)
         return out, None
 

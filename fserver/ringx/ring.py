@@ -11,46 +11,47 @@ from torch import Tensor
 
 from . import schedules
 from .combine import Parts
-from .kernels import Given, Pair, Triple, accumulator
-from .ranks import Collective, Ranks
+from .kernels import Given, Triple, accumulator
+from .ranks import Collective
 from .schedules import Job
 
 
-def _round(ranks: Ranks, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
+def arrivals(job: Job, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Gives (owner, its keys) for all owners, the rank itself first, while the next keys travel."""
-    for step in range(ranks.size):
-        coming, work = kv, None
-        if step + 1 < ranks.size:
-            coming = torch.empty_like(kv)
-            work = ranks.pass_on(coming, kv)
-        yield (ranks.rank - step) % ranks.size, kv
-        if work:
-            work.wait()
-        kv = coming
+    ranks, kv = job.ranks, schedules._pack(k, v)
 
+    def start(kv: Tensor, step: int) -> tuple[Tensor, Collective | None]:
+        if step + 1 == ranks.size:
+            return kv, None
+        coming = torch.empty_like(kv)
+        return coming, ranks.pass_on(coming, kv)
 
-def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Pair:
-    """Keys go round, and the rank works on those that it has."""
-    answers = Parts(q.shape[1], accumulator(q.dtype), schedules.FASTEST)
-    for owner, kv in _round(job.ranks, schedules._pack(k, v)):
-        block = job.block(owner, q.shape[1], k.shape[1])
-        assert block is not None
-        schedules._head_start(q.device)
-        schedules._attend(job, answers, q, *schedules._unpack(kv), block)
-    return schedules._answer(job, answers)
+    first = start(kv, 0)
+
+    def turns() -> Iterator[tuple[int, Tensor]]:
+        here, (coming, work) = kv, first
+        for step in range(ranks.size):
+            yield (ranks.rank - step) % ranks.size, here
+            if work:
+                work.wait()
+                here = coming
+                coming, work = start(here, step + 1)
+
+    return turns()
 
 
 def backward(job: Job, given: Given) -> Triple:
     """Keys go round, and behind them what has been added up of their gradients, which end at
     home."""
-    ranks, kv = job.ranks, schedules._pack(given.k, given.v)
+    ranks, k = job.ranks, given.k
     dq = Parts(given.q.shape[1], accumulator(given.q.dtype), schedules.FASTEST)
-    dkv = torch.zeros(kv.shape, dtype=job.reduce_dtype, device=kv.device)
+    shape = k.shape[1], k.shape[0], 2, *k.shape[2:]
+    dkv = torch.zeros(shape, dtype=job.reduce_dtype, device=k.device)
     behind: Collective | None = None
-    for owner, here in _round(ranks, kv):
-        block = job.block(owner, given.q.shape[1], given.k.shape[1])
+    for owner, here in arrivals(job, k, given.v):
+        block = job.block(owner, given.q.shape[1], k.shape[1])
         assert block is not None
-        schedules._head_start(kv.device)
+        schedules._head_start(k.device)
         grads = schedules._more_grads(job, dq, given, here, block)
         if behind:
             behind.wait()

@@ -133,7 +133,9 @@ def _head_start(device: torch.device) -> None:
 KEYS_AHEAD = 2
 
 
-def _broadcast_keys(job: Job, k: Tensor, v: Tensor, ahead: bool) -> Iterator[tuple[int, Tensor]]:
+def broadcast_keys(
+    job: Job, k: Tensor, v: Tensor, ahead: bool = True
+) -> Iterator[tuple[int, Tensor]]:
     mine = _pack(k, v)
 
     def send(owner: int) -> tuple[Tensor, Collective]:
@@ -217,10 +219,16 @@ def _parts(flat: Tensor, shape: Sequence[int], dim: int) -> Pair:
 # Keys and values travel, from one owner after the other: X4, and backward of X1 and X2
 
 
-def broadcast_forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Pair:
+Arrivals = Callable[[Job, Tensor, Tensor], Iterator[tuple[int, Tensor]]]
+"""Gives (owner, its keys and values) for all owners. The first keys are on their way at once."""
+
+
+def owners_forward(
+    job: Job, q: Tensor, k: Tensor, v: Tensor, *, arrive: Arrivals, most: int = LEAST
+) -> Pair:
     """Works on the own block while the first keys travel, then on each owner's."""
-    arrivals = _broadcast_keys(job, k, v, ahead=True)
-    answers = Parts(q.shape[1], accumulator(q.dtype), LEAST)
+    arrivals = arrive(job, k, v)
+    answers = Parts(q.shape[1], accumulator(q.dtype), most)
     _head_start(q.device)
     _own_forward(job, answers, q, k, v)
     for owner, kv in arrivals:
@@ -237,7 +245,7 @@ def broadcast_backward(job: Job, given: Given, *, ahead: bool, behind: bool) -> 
     are computed, and the last one's while the rank does half of its own block. That has its turn
     among the others: who had nothing to do in his turn would wait for the sum."""
     ranks = job.ranks
-    arrivals = _broadcast_keys(job, given.k, given.v, ahead)
+    arrivals = broadcast_keys(job, given.k, given.v, ahead)
     rows = given.q.shape[1]
     dq = Parts(rows, accumulator(given.q.dtype), LEAST)
     under_way: deque[tuple[Tensor, Collective]] = deque()
