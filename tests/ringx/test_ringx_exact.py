@@ -21,7 +21,9 @@ from exact import (
     fitted,
     poisoned,
 )
+from exact import shard as shard_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from world import GROUPS, Rank, World
 
 from fserver.ringx import kernels, positions, ringx_attention, shard, unshard
@@ -202,6 +204,25 @@ def test_no_grad(world: World, algorithm: str):
     parts = [{"out": out} for out in world.run((2, 3), without_grad, problem, algorithm)]
     want = {"out": dense(problem, ROWS[algorithm].causal)["out"]}
     assert errors(assembled(parts, problem, algorithm), want)["out"] <= 1e-12
+
+
+def checkpointed(me: Rank, algorithm: str) -> bool:
+    """Whether a forward that backward computes again gives the same gradients."""
+    how, problem = ROWS[algorithm], fitted(Problem(heads=4, kv_heads=2), algorithm, me.size)
+    leaves = shard_of(me, problem, how.layout).leaves
+
+    def attention(*qkv: torch.Tensor) -> torch.Tensor:
+        return ringx_attention(*qkv, algorithm=how.algorithm, causal=how.causal, group=me.group)
+
+    found = []
+    for call in (attention, lambda *qkv: checkpoint(attention, *qkv, use_reentrant=False)):
+        found.append(torch.autograd.grad(call(*leaves).square().sum(), leaves))
+    return all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+def test_checkpointing(world: World, algorithm: str):
+    assert all(world.run(THREE, checkpointed, algorithm))
 
 
 class Everywhere(torch.autograd.Function):
