@@ -1,46 +1,97 @@
 #!/usr/bin/env python3
-"""Times attention over several GPUs: ringx, others' ways, and a GPU alone, in one run.
+"""Times attention over several GPUs: ringx, torch's context_parallel, and a GPU alone, in one run.
 
     torchrun --nproc-per-node 4 tools/ringx_bench.py time --tokens 32K,64K --json time-4.json
     NCCL_P2P_DISABLE=1 torchrun ... tools/ringx_bench.py time --label "slow link" ...
 
 The heads are those of Llama-3-8B (32 and 8, of 128) under a causal mask, and 32 of each without
-one. Every way runs on the same kernel. "ideal" is the time of one GPU for the whole sequence,
-divided by the number of GPUs. Without GPUs it runs over gloo, to try the program.
-tests/ringx/test_ringx_ranks.py checks the answers of all ways.
+one. "ideal" is the time of one GPU for the whole sequence, divided by the number of GPUs. Without
+GPUs it runs over gloo. tests/ringx/test_ringx_ranks.py checks the answers of all ways.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
-from ringx_ways import KERNELS, Way, ways
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fserver.ringx import api, kernels, positions
+from fserver.ringx import kernels, positions, ringx_attention
 from fserver.ringx.algorithms import ALGORITHMS
-from fserver.ringx.ranks import Ranks
-from fserver.ringx.window import Window, known
+from fserver.ringx.ranks import Ranks, ranks_of
+from fserver.ringx.window import Window
+
+NAMES = ("cudnn", "flash", "efficient")
+KERNELS = {name: getattr(SDPBackend, f"{name.upper()}_ATTENTION") for name in NAMES}
 
 
-def timed(call: Callable[[], None], on_gpu: bool, warmup: int, count: int, in_a_row: int) -> float:
+class Way(NamedTuple):
+    """One way to compute attention over all ranks, from and to local [B, S, H, D]."""
+
+    name: str
+    layout: str
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # open meanwhile
+    of: str = "ringx"  # or "torch"; "alone": each rank takes the whole sequence
+
+
+def alone(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """torch's attention, [B, S, H, D]."""
+    heads, grouped = (t.transpose(1, 2) for t in (q, k, v)), q.shape[2] != k.shape[2]
+    out = F.scaled_dot_product_attention(*heads, is_causal=causal, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
+@contextmanager
+def context_parallel(rotation: str, causal: bool, where: Tensor) -> Iterator[None]:
+    """torch's own. A buffer of positions is all that it gets to shard."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import _attention, context_parallel
+
+    mesh, settings = init_device_mesh(where.device.type, (dist.get_world_size(),)), _attention
+    settings.set_rotate_method(rotation)
+    with (
+        mock.patch.object(settings._cp_options, "enable_load_balance", causal),
+        context_parallel(mesh, buffers=[where], buffer_seq_dims=[0]),
+    ):
+        yield
+
+
+def ways(causal: bool, tokens: int, device: torch.device) -> Iterator[Way]:
+    """All that is compared, the GPU alone first. An option's name is a part of the way's."""
+    local = partial(alone, causal=causal)
+    yield Way("alone", "contiguous", local, of="alone")
+    for name, how in ALGORITHMS.items():
+        for copies in (False, True)[: 1 + bool(how.together)] if causal in how.masks else ():
+            attend = partial(ringx_attention, algorithm=name, causal=causal, copies=copies)
+            yield Way(f"{name} copies" if copies else name, how.layout(causal), attend)
+    for rotation in ("allgather", "alltoall"):
+        around = partial(context_parallel, rotation, causal, torch.arange(tokens, device=device))
+        layout = "zigzag" if causal else "contiguous"
+        yield Way(f"torch {rotation}", layout, local, around, of="torch")
+
+
+def timed(call: Callable[[], None], warmup: int, count: int, on_gpu: bool, in_a_row: int) -> float:
     """Median milliseconds of a call on the slowest rank, of so many in a row as in the layers of a
     model. All ranks start together."""
     took = []
@@ -68,18 +119,11 @@ def timed(call: Callable[[], None], on_gpu: bool, warmup: int, count: int, in_a_
 def without_collectives() -> Iterator[None]:
     """Schedules exchange nothing and work on whatever is there."""
     done, of = SimpleNamespace(wait=lambda: None), Window.of
-    names = ("broadcast", "sum_at", "maximum", "gather", "scatter_sum")
-
-    def mine(window: Window, rank: int, *what: Any) -> Tensor:
-        return of(window, dist.get_rank(), *what)
-
-    def agree(ranks: Ranks, device: torch.device, facts: list[int], *_: Any) -> list[list[int]]:
-        return [[fact] * ranks.size for fact in facts[-2:]]
-
+    names = "broadcast sum_at maximum gather scatter_sum exchange pass_on".split()
+    mine = lambda window, _, *what: of(window, dist.get_rank(), *what)  # noqa: E731
     with (
         mock.patch.multiple(Ranks, **{name: lambda *_: done for name in names}),
-        mock.patch.multiple(Window, fence=lambda window: None, of=mine),
-        mock.patch.object(api, "agree", agree),
+        mock.patch.multiple(Window, fence=lambda _: None, of=mine),
     ):
         yield
 
@@ -102,23 +146,21 @@ def measure(options: argparse.Namespace, device: torch.device) -> list[dict[str,
     """All ways at all lengths."""
     rows, on_gpu = [], device.type == "cuda"
     dtype, dim = (torch.bfloat16, 128) if on_gpu else (torch.float32, 16)
-    for tokens in map(size_of, options.tokens.split(",")):
-        for causal in {"causal": (True,), "full": (False,), "both": (True, False)}[options.mask]:
-            generator = torch.Generator(device).manual_seed(tokens)
-            heads = (32, 8, 8, 32) if causal else (32,) * 4  # of q, k, v and the gradient of out
-            whole = [
-                torch.randn(1, tokens, n, dim, device=device, generator=generator).to(dtype)
-                for n in heads
-            ]
-            ideal: dict[str, float] = {}
-            for way in ways(causal, tokens, device):
-                if options.ways and way.name not in (*options.ways.split(","), "alone"):
-                    continue
+    wanted = ["alone", *options.ways.split(",")] if options.ways else None
+    lengths = [int(n.rstrip("K")) << 10 * n.endswith("K") for n in options.tokens.split(",")]
+    masks = {"causal": (True,), "full": (False,), "both": (True, False)}[options.mask]
+    for tokens, causal in itertools.product(lengths, masks):
+        generator = torch.Generator(device).manual_seed(tokens)
+        heads = (32, 8, 8, 32) if causal else (32,) * 4  # of q, k, v and the gradient of out
+        shapes = [(1, tokens, n, dim) for n in heads]
+        whole = [torch.randn(s, device=device, generator=generator).to(dtype) for s in shapes]
+        ideal: dict[str, float] = {}
+        for way in ways(causal, tokens, device):
+            if wanted is None or way.name in wanted:
                 with sdpa_kernel(KERNELS[options.kernel]) if on_gpu else nullcontext():
                     rows.append(measure_one(options, way, whole, causal, ideal))
                 say(json.dumps(rows[-1]))
-                if on_gpu:
-                    torch.cuda.empty_cache()
+                torch.cuda.empty_cache()
     return rows
 
 
@@ -128,49 +170,37 @@ def measure_one(
 ) -> dict[str, Any]:  # fmt: skip
     """One row: forward, and forward with backward. `ideal` is set by the GPU alone."""
     size, (_, tokens, heads, dim), on_gpu = dist.get_world_size(), whole[0].shape, whole[0].is_cuda
-    few = way.whole and tokens > 128 << 10  # it is steady, and takes long
-    warmup, count = (2, 5) if few else (options.warmup, options.iterations)
-    row: dict[str, Any] = {
-        "way": way.name, "tokens": tokens, "ranks": size, "causal": causal, "heads": heads,
-        "kv_heads": whole[1].shape[2], "label": options.label, "kernel": options.kernel,
-        "iterations": count, "in_a_row": options.in_a_row,
-    }  # fmt: skip
-    ranks, rank = (1, 0) if way.whole else (size, dist.get_rank())
+    shared = way.of != "alone"
+    row: dict[str, Any] = {**vars(options), "way": way.name, "tokens": tokens, "ranks": size}
+    row |= {"causal": causal, "heads": heads, "kv_heads": whole[1].shape[2]}
+    ranks, rank = (size, dist.get_rank()) if shared else (1, 0)
     where = positions(tokens, way.layout, rank, ranks, whole[0].device)
-    parts = whole if way.whole else [t[:, where] for t in whole]
-    q, k, v = (t.detach().requires_grad_() for t in parts[:3])
-
-    def forward() -> None:
-        with torch.no_grad():
-            way.attend(q, k, v)
+    q, k, v, dout = (t[:, where].detach() if shared else t.detach() for t in whole)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
 
     def both() -> None:
-        torch.autograd.grad(way.attend(q, k, v), (q, k, v), parts[3])
+        torch.autograd.grad(way.attend(*leaves), leaves, dout)
 
+    forward = partial(torch.no_grad()(way.attend), *leaves)
     flop = 4 * tokens**2 * heads * dim * (0.5 if causal else 1) / ranks
+    run = partial(timed, on_gpu=on_gpu, in_a_row=options.in_a_row)
     try:
         with way.around():
-            used = torch.cuda.memory_allocated() if on_gpu else 0
+            used = torch.cuda.memory_allocated()
             for name, call, work in (("forward", forward, 1), ("both", both, 3.5)):
                 if on_gpu:
                     torch.cuda.reset_peak_memory_stats()
-                took = row[f"{name}_ms"] = timed(call, on_gpu, warmup, count, options.in_a_row)
-                if on_gpu:
-                    peak = torch.cuda.max_memory_allocated() - used
-                    row[f"{name}_peak_gb"] = round(peak / 1e9, 3)
+                took = row[f"{name}_ms"] = run(call, options.warmup, options.iterations)
+                row[f"{name}_peak_gb"] = (torch.cuda.max_memory_allocated() - used) / 1e9
                 row[f"{name}_tflops_per_gpu"] = flop * work / took / 1e9
-                if way.whole:
-                    ideal[name] = took / size
-                if name in ideal:  # it is not if the GPU alone has failed
-                    row[f"{name}_of_ideal"] = ideal[name] / (took / size if way.whole else took)
-                if way.name.split()[0] in ALGORITHMS and options.parts:
-                    for context in (without_collectives, without_kernels):
+                alone_ms = ideal.setdefault(name, took if not shared else math.nan)
+                row[f"{name}_of_ideal"] = alone_ms / (took * size if shared else took)
+                for context in (without_collectives, without_kernels):
+                    if way.of == "ringx" and options.parts:
                         with context():
-                            some = timed(call, on_gpu, 2, 5, options.in_a_row)
-                        row[f"{name}_{context.__name__}_ms"] = some
-            window = known(Ranks(dist.group.WORLD)) if "copies" in way.name else None
-            if window:
-                row["window_gb"] = round(window.size / 1e9, 3)  # beside the peaks, kept since then
+                            row[f"{name}_{context.__name__}_ms"] = run(call, 2, 5)
+            if "copies" in way.name and (window := ranks_of(None).kept.window):
+                row["window_gb"] = window.size / 1e9  # beside the peaks, kept since then
     except Exception as error:
         row["failed"] = f"{type(error).__name__}: {str(error)[:500]}"
     return row
@@ -180,16 +210,9 @@ def summary(rows: list[dict[str, Any]]) -> None:
     """A table of milliseconds and percents of the ideal."""
     say(f"table {'way':<16}{'tokens':>8}{'forward':>10}{'ideal':>7}{'both':>10}{'ideal':>7}")
     for row in rows:
-        cells = "".join(
-            f"{row.get(f'{name}_ms', 0):10.3f}{row.get(f'{name}_of_ideal', 0):7.1%}"
-            for name in ("forward", "both")
-        )
+        pairs = [(row.get(f"{n}_ms", 0), row.get(f"{n}_of_ideal", 0)) for n in ("forward", "both")]
+        cells = "".join(f"{ms:10.3f}{share:7.1%}" for ms, share in pairs)
         say(f"table {row['way']:<16}{row['tokens']:>8}{cells}  {row.get('failed', '')}")
-
-
-def size_of(text: str) -> int:
-    """8K is 8,192."""
-    return int(text.rstrip("Kk")) << (10 if text[-1] in "Kk" else 0)
 
 
 def say(text: str) -> None:
@@ -199,31 +222,32 @@ def say(text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=("time",))
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--tokens", default="8K,32K,64K,128K,256K", help="of the whole sequence")
-    parser.add_argument("--mask", choices=("causal", "full", "both"), default="causal")
-    parser.add_argument("--ways", help="only these, by name, with commas")
-    parser.add_argument("--kernel", choices=[*KERNELS], default="cudnn")
-    parser.add_argument("--iterations", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--in-a-row", type=int, default=1, help="calls that are timed together")
-    parser.add_argument("--label", default="", help="for the rows: what is special about this run")
-    parser.add_argument("--parts", action="store_true", help="also without collectives, or kernels")
+    add = parser.add_argument
+    add("command", choices=("time",))
+    add("--json", metavar="FILE")
+    add("--tokens", default="8K,32K,64K,128K,256K", help="of the whole sequence; 8K is 8,192")
+    add("--mask", choices=("causal", "full", "both"), default="causal")
+    add("--ways", help="only these, by name, with commas")
+    add("--kernel", choices=[*KERNELS], default="cudnn")
+    add("--iterations", type=int, default=20)
+    add("--warmup", type=int, default=5)
+    add("--in-a-row", type=int, default=1, help="calls that are timed together")
+    add("--label", default="", help="for the rows: what is special about this run")
+    add("--parts", action="store_true", help="also without collectives, or kernels")
     options = parser.parse_args()
-    device, group = torch.device("cpu"), {"backend": "gloo"}
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    group = {"backend": "nccl", "device_id": device} if on_gpu else {"backend": "gloo"}
+    dist.init_process_group(**group, timeout=timedelta(minutes=3))
     machine = {
         "torch": torch.__version__,
-        "environment": {n: v for n, v in os.environ.items() if "NCCL_" in n},
+        "environment": {name: text for name, text in os.environ.items() if "NCCL_" in name},
         "command": sys.argv[1:],
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "nccl": torch.cuda.nccl.version() if on_gpu else None,
     }
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        group = {"backend": "nccl", "device_id": device}
-        machine["device"] = torch.cuda.get_device_name()
-        machine["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    dist.init_process_group(**group, timeout=timedelta(minutes=3))
     rows = measure(options, device)
     summary(rows)
     if options.json and dist.get_rank() == 0:

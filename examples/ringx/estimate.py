@@ -7,7 +7,7 @@ import argparse
 import torch
 from transformer import Config, Example
 
-from fserver.ringx.api import GATHER_LIMIT
+from fserver.ringx.algorithms import GATHER_LIMIT
 
 
 def estimate(

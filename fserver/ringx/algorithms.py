@@ -1,65 +1,111 @@
-"""The table of the algorithms of ringx."""
+"""The table of the algorithms of ringx, and the choice among them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from . import documents, schedules, sliding
+from . import documents, heads, ring, schedules, sliding
+from .schedules import Blocks, contiguous, full, zigzag
 
 
 class Algorithm(NamedTuple):
     """A row of the table of what there is. forward and backward are by collectives."""
 
-    blocks: schedules.Blocks
+    masks: Mapping[bool, Blocks]  # of each mask that it has, causal or not
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     uneven: bool = False  # the ranks' lengths may differ
     together: int = 0  # owners from which are copied at a time; 0: none ever
+    by_heads: bool = False  # each rank takes a part of the heads
 
-    @property
-    def causal(self) -> bool:
-        return self.blocks is not schedules.full
-
-    @property
-    def layout(self) -> str:
-        return "zigzag" if self.blocks is schedules.zigzag else "contiguous"
+    def layout(self, causal: bool) -> str:
+        return "zigzag" if self.masks[causal] is zigzag else "contiguous"
 
 
-def _queries(blocks: schedules.Blocks, overlap: bool) -> Algorithm:
+def _queries(masks: Mapping[bool, Blocks], overlap: bool) -> Algorithm:
     forward = partial(schedules.queries_forward, overlap=overlap)
     backward = partial(schedules.broadcast_backward, ahead=overlap, behind=overlap)
-    return Algorithm(blocks, forward, backward, uneven=True)
+    return Algorithm(masks, forward, backward, uneven=True)
 
 
-def _gather(blocks: schedules.Blocks, pieces: int, together: int = 0) -> Algorithm:
-    forward = partial(schedules.gather_forward, pieces=pieces)
-    backward = partial(schedules.gather_backward, pieces=pieces)
-    return Algorithm(blocks, forward, backward, together=together)
+def _gather(masks: Mapping[bool, Blocks]) -> Algorithm:
+    return Algorithm(masks, schedules.gather_forward, schedules.gather_backward, together=1 << 30)
 
 
 def _broadcast(behind: bool, together: int = 0) -> Algorithm:
     backward = partial(schedules.broadcast_backward, ahead=True, behind=behind)
-    return Algorithm(schedules.zigzag, schedules.broadcast_forward, backward, together=together)
+    forward = partial(schedules.owners_forward, arrive=schedules.broadcast_keys)
+    return Algorithm({True: zigzag}, forward, backward, together=together)
 
 
-EVERY_OWNER = 1 << 30
+def _ring() -> Algorithm:
+    forward = partial(schedules.owners_forward, arrive=ring.arrivals, most=schedules.FASTEST)
+    return Algorithm({True: zigzag, False: full}, forward, ring.backward)
+
 
 ALGORITHMS = {
-    "X1": _queries(schedules.full, overlap=False),
-    "X1o": _queries(schedules.full, overlap=True),
-    "X2": _queries(schedules.contiguous, overlap=False),
-    "X2o": _queries(schedules.contiguous, overlap=True),
-    "X3": _gather(schedules.zigzag, pieces=1, together=EVERY_OWNER),
-    "X3c": _gather(schedules.zigzag, pieces=2),
-    "X3b": _gather(schedules.full, pieces=1, together=EVERY_OWNER),
+    "X1": _queries({False: full}, overlap=False),
+    "X1o": _queries({False: full}, overlap=True),
+    "X2": _queries({True: contiguous}, overlap=False),
+    "X2o": _queries({True: contiguous}, overlap=True),
+    "X3": _gather({True: zigzag}),
+    "X3b": _gather({False: full}),
     "X4": _broadcast(behind=False, together=1),
     "X4o": _broadcast(behind=True),
+    "ring": _ring(),
+    "ulysses": Algorithm(
+        {True: contiguous, False: full}, heads.forward, heads.backward, by_heads=True
+    ),
 }
 
-DOCUMENTS = Algorithm(schedules.zigzag, documents.forward, documents.backward)
+DOCUMENTS = Algorithm({True: zigzag}, documents.forward, documents.backward)
 """What X3 and `auto` are for packed documents."""
 
-SLIDING = Algorithm(schedules.contiguous, sliding.forward, sliding.backward, uneven=True)
+SLIDING = Algorithm({True: contiguous}, sliding.forward, sliding.backward, uneven=True)
 """What `auto` is for a window, with packed documents or without."""
+
+GATHER_LIMIT = 4 << 30
+"""Bytes of gathered k, v, dk and dv on a rank above which `auto` takes X4 instead of X3."""
+
+RING_TOKENS = 8192
+"""Local tokens up to which `auto` takes the ring between two GPUs."""
+
+
+def automatic(
+    causal: bool, tokens: int, ranks: int, *, queries: int, keys: int, gathered: int,
+    even: bool = True, copies: bool = False, on_gpu: bool = True,
+) -> str:  # fmt: skip
+    """Chooses the algorithm of ``"auto"``. All that it may choose for a mask have one layout, as
+    `layout_of` does not know the length: zigzag under a causal mask (X3, X4, ring), else contiguous
+    (X1o, X3b, ring).
+
+    The rule is from times of forward and backward, in percent of the time of one GPU divided by the
+    number of GPUs, with 32 heads of q and 8 of k and v (32 under a full mask), 128 wide
+    (docs/results). On two GPUs the ring is ahead up to 16K tokens in all:
+
+        two H100, causal    8K: ring 51, Ulysses 49, X3 44, X4 40    32K: X3 92, ring 90, X4 90
+        two H200, causal    16K: ring 87, X3 85                      32K: X3 93, ring 92, X4 92
+        two H200, full      8K: ring 64, X3b 62                      32K: X3b 88, ring 87
+        four H200, causal   8K: X3 23, ring 17                       256K: X3 104, X4 101
+
+    Args:
+        causal: the mask.
+        tokens: the local length of q.
+        ranks: the number of ranks.
+        queries, keys: bytes that X1o, and X3b, move forward.
+        gathered: bytes of keys, values and their gradients that X3 gathers on a rank.
+        even: whether all ranks have equal lengths. Without, there is only X1o.
+        copies: whether the ranks may copy, as X3, X3b and X4 can.
+        on_gpu: on CPUs (gloo) the ring is not ahead.
+    """
+    if not even:
+        return "X1o"
+    if causal and gathered > GATHER_LIMIT:
+        return "X4"
+    if not causal and queries < keys:
+        return "X1o"
+    if on_gpu and ranks == 2 and tokens <= RING_TOKENS and not copies:
+        return "ring"
+    return "X3" if causal else "X3b"

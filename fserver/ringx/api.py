@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,27 +13,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from fserver.errors import ConfigError, Error, ShapeError
+from fserver.errors import Error, ShapeError
 
 from . import copies as by_copies
-from .algorithms import ALGORITHMS, DOCUMENTS, SLIDING, Algorithm
-from .arguments import (
-    FACTS,
-    agree,
-    argument_problem,
-    device_of,
-    facts_of,
-    flag_problem,
-    kernel_problem,
-)
-from .kernels import ENABLED, Given, Triple, accumulator, capturing, enabled, enabling
-from .layout import CuSeqlens, ends_of
-from .ranks import Group, Ranks, ranks_of
+from .algorithms import ALGORITHMS, DOCUMENTS, SLIDING, Algorithm, automatic
+from .arguments import Options, check_flags, settled
+from .kernels import ENABLED, Given, Triple, accumulator, enabled, enabling
+from .layout import CuSeqlens
+from .ranks import Group, Lengths, Ranks, ranks_of
 from .schedules import Job
 from .window import window_of
-
-GATHER_LIMIT = 4 << 30
-"""Bytes of gathered k, v, dk and dv on a rank above which `auto` takes X4 instead of X3."""
 
 
 def _way(
@@ -45,8 +33,8 @@ def _way(
     together = min(how.together, job.ranks.size - 1)
     if job.window and together and by_copies.fits(job, k, together, backward):
         copied = by_copies.backward if backward else by_copies.forward
-        return partial(copied, blocks=how.blocks, together=together), job.window.call()
-    return partial(how.backward if backward else how.forward, blocks=how.blocks), nullcontext()
+        return partial(copied, together=together), job.window.call()
+    return how.backward if backward else how.forward, nullcontext()
 
 
 def forward_of(
@@ -123,7 +111,7 @@ def ringx_attention(
     sink: Tensor | None = None,
     reduce_dtype: torch.dtype = torch.float32,
     return_lse: bool = False,
-    agreed: bool = False,
+    agreed: bool | None = None,
     copies: bool = False,
     cu_seqlens: CuSeqlens | None = None,
     window: int | None = None,
@@ -140,9 +128,11 @@ def ringx_attention(
         algorithm: for a full mask and contiguous parts: ``"X1"`` and ``"X1o"``, which allow
             different lengths on the ranks, or ``"X3b"``. For a causal mask and contiguous parts:
             ``"X2"`` and ``"X2o"``, which also allow different lengths. For a causal mask and zigzag
-            parts: ``"X3"``, ``"X3c"``, ``"X4"`` and ``"X4o"``. ``"auto"`` chooses: with a full mask
-            X1o or X3b, whichever moves less data; with a causal mask X3, or X4 if X3 would gather
-            more than GATHER_LIMIT bytes.
+            parts: ``"X3"``, ``"X4"`` and ``"X4o"``. For both masks: ``"ring"``, with zigzag parts
+            under a causal mask, and ``"ulysses"``, with contiguous parts, for which H has to be a
+            multiple of the number of ranks. ``"auto"`` chooses what is fastest by measurements:
+            with a causal mask among X3, X4 and ring, with a full mask among X1o, X3b and ring
+            (`fserver.ringx.algorithms.automatic`).
         causal: True: a query attends to the keys at its own position and before. False: a query
             attends to all keys.
         layout: how the sequence is split over the ranks, ``"contiguous"`` or ``"zigzag"``. The call
@@ -156,11 +146,13 @@ def ringx_attention(
         reduce_dtype: dtype of sums over ranks. If the dtype of q is wider, such as float64, it is
             used instead.
         return_lse: whether to return lse too. It has no gradient.
-        agreed: True: skip the comparison of arguments between ranks, so that the CPU need not wait
-            for it. The caller guarantees that all ranks pass equal arguments and lengths, for
-            example in a loop after a first call with ``agreed=False``. If the guarantee is broken,
-            the call may hang or return wrong values. The capture of a CUDA graph needs
-            ``agreed=True``.
+        agreed: when the ranks compare their arguments. None: in the first call with these
+            arguments, and in each call once the ranks have had different lengths. Later calls wait
+            for nothing. If a rank then changes its arguments alone, it compares alone, and all end
+            by the group's timeout. False: in each call, so that ranks may change their arguments
+            alone. True: never; the caller guarantees that all ranks pass equal arguments and
+            lengths. If the guarantee is broken, the call may hang or return wrong values. The
+            capture of a CUDA graph needs True, or a call before it with the same arguments.
         copies: True: X3, X3b and X4 use copies instead of collectives if all ranks are GPUs of one
             host that can reach each other's memory. The first such call of a group finds this out.
             In other cases, for example on the CPU or if ``"auto"`` chooses X1o, it has no effect.
@@ -179,52 +171,49 @@ def ringx_attention(
         ``[B, H, Sq]`` in float32 or float64.
 
     Raises:
-        ConfigError: an argument is wrong on a rank, or differs between ranks. All ranks raise an
-            error, before any data is exchanged. With agreed, or during the capture of a CUDA graph,
-            only this rank raises.
+        ConfigError: an argument is wrong on a rank, or differs between ranks. All ranks that
+            compare raise an error, before any data is exchanged. With agreed=True, or during the
+            capture of a CUDA graph, only this rank raises.
         ShapeError: as ConfigError, for a shape.
-        TimeoutError: a rank has not joined a collective within the timeout of the group. The
-            backward pass may raise it too.
+        TimeoutError: a rank has not joined a collective, or a comparison, within the timeout of the
+            group. The backward pass may raise it too.
         Error: a rank has ended, or a collective has failed. The backward pass may raise it too. See
             *Ranks that do not come* in docs/ringx.md.
     """
-    more = partial(flag_problem, agreed=agreed, copies=copies, return_lse=return_lse)
-    out, lse = run(
-        q, k, v, algorithm, causal, scale, group, sink, reduce_dtype, more,
-        layout=layout, agreed=agreed, copies=copies, cu_seqlens=cu_seqlens, window=window,
-    )  # fmt: skip
+    options = Options(
+        algorithm, causal, layout, scale, reduce_dtype, agreed, copies, window, cu_seqlens
+    )
+    out, lse = run(q, k, v, sink, group, options, partial(check_flags, return_lse=return_lse))
     return (out, lse) if return_lse else out
 
 
 def run(
-    q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool, scale: float | None,
-    group: Group | None, sink: Tensor | None, reduce_dtype: torch.dtype,
-    more: Callable[[], Error | None], layout: str | None = None, agreed: bool = False,
-    copies: bool = False, cu_seqlens: CuSeqlens | None = None, window: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, group: Group | None, options: Options,
+    more: Callable[[], None],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As ringx_attention. `more` checks the arguments that only the calling function has."""
     if torch.compiler.is_compiling():
-        problem = more()
-        if problem:
-            raise problem
+        more()
         gradients = torch.is_grad_enabled() and any(
             t is not None and t.requires_grad for t in (q, k, v, sink)
         )
-        ends = None if cu_seqlens is None else torch.as_tensor(cu_seqlens)
+        ends = options.cu_seqlens
         found: tuple[Tensor, Tensor, Tensor] = _opaque(
-            q, k, v, sink, ends, _name_of(group), algorithm, causal, layout, scale, reduce_dtype,
-            agreed, copies, window, gradients,
+            q, k, v, sink, None if ends is None else torch.as_tensor(ends), _name_of(group),
+            *options[:-1], gradients,
         )  # fmt: skip
         return found[0], found[1].detach()
     ranks = ranks_of(group)
-    job = _planned(
-        ranks, q, k, v, algorithm, causal, scale, sink, reduce_dtype, layout, agreed, copies,
-        cu_seqlens, window, None, more,
-    )  # fmt: skip
-    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
-        how = _chosen(job, algorithm, q, k, causal, copies)
-        out, lse = _Attention.apply(*_even(q, k, v), sink, *how)
+    lengths = settled(ranks, q, k, v, sink, options, more)
+    with _on(q):
+        out, lse = _Attention.apply(
+            *_even(q, k, v), sink, *_planned(ranks, lengths, q, k, sink, options)
+        )
         return out, lse
+
+
+def _on(q: Tensor) -> AbstractContextManager[Any]:
+    return torch.cuda.device(q.device) if q.is_cuda else nullcontext()
 
 
 def _even(q: Tensor, k: Tensor, v: Tensor) -> Triple:
@@ -233,104 +222,50 @@ def _even(q: Tensor, k: Tensor, v: Tensor) -> Triple:
     return q.contiguous(), k.contiguous(), v.contiguous()
 
 
-def _chosen(
-    job: Job, algorithm: str, q: Tensor, k: Tensor, causal: bool, copies: bool
+def _planned(
+    ranks: Ranks, lengths: Lengths, q: Tensor, k: Tensor, sink: Tensor | None, options: Options
 ) -> tuple[Algorithm, Job]:
     """Returns the algorithm, and the work with the window by which it copies, if it does."""
-    if job.span is not None:
-        return SLIDING, job
-    if job.ends is not None:
-        return DOCUMENTS, job
-    how = ALGORITHMS[_auto(job, q, k, causal) if algorithm == "auto" else algorithm]
-    if copies and how.together:
-        job = replace(job, window=window_of(job.ranks, q.device, len(FACTS)))
+    (of_q, of_k), ends = lengths, options.ends
+    if ends is not None and ends[-1] != sum(of_k):
+        raise ShapeError(
+            f"ringx: cu_seqlens ends at {ends[-1]}, but the ranks have {sum(of_k)} tokens: want "
+            "the length of the whole sequence"
+        )
+    reduce_dtype = torch.promote_types(options.reduce_dtype, q.dtype)
+    if options.window is not None:
+        how = SLIDING
+    elif ends is not None:
+        how = DOCUMENTS
+    else:
+        how = ALGORITHMS[_named(ranks, lengths, q, k, reduce_dtype, options)]
+    window = window_of(ranks, q.device) if options.copies and how.together else None
+    out_dtype = q.dtype if sink is None else accumulator(q.dtype)
+    blocks, factor = how.masks[options.causal], options.factor(q)
+    job = Job(
+        ranks, blocks, factor, of_q, of_k, reduce_dtype, out_dtype, window, ends, options.window
+    )
     return how, job
 
 
-def _planned(
-    ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool,
-    scale: float | None, sink: Tensor | None, reduce_dtype: torch.dtype, layout: str | None,
-    agreed: bool, copies: bool, cu_seqlens: CuSeqlens | None, window: int | None,
-    gradients: bool | None, more: Callable[[], Error | None],
-) -> Job:  # fmt: skip
-    """Checks the arguments here and on all ranks, and returns the work. `gradients`: whether a
-    backward may follow; None: as the tensors say."""
-    facts = [1] + [0] * (len(FACTS) - 1)
-    factor, ends = 0.0, None
-    q_lengths: Sequence[int]
-    k_lengths: Sequence[int]
-    try:
-        ends = None if cu_seqlens is None else ends_of(cu_seqlens)
-        problem = argument_problem(
-            ranks, q, k, v, algorithm, causal, layout, scale, sink, reduce_dtype, copies, ends,
-            window,
+def _named(
+    ranks: Ranks, lengths: Lengths, q: Tensor, k: Tensor, reduce_dtype: torch.dtype,
+    options: Options,
+) -> str:  # fmt: skip
+    """Returns the algorithm, also of ``"auto"``."""
+    name, (of_q, of_k) = options.algorithm, lengths
+    if name == "auto":
+        batch, length, heads, dim = q.shape
+        row = dim * q.element_size() + (dim + 1) * reduce_dtype.itemsize
+        row += 2 * accumulator(q.dtype).itemsize  # docs/ringx.md has the formulas
+        moved = 2 * batch * k.shape[2] * dim * sum(of_k)
+        name = automatic(
+            options.causal, length, ranks.size, queries=batch * heads * row * sum(of_q),
+            keys=moved * k.element_size(), even=len({*zip(of_q, of_k, strict=True)}) == 1,
+            gathered=moved * (k.element_size() + reduce_dtype.itemsize), copies=options.copies,
+            on_gpu=q.is_cuda,
         )  # fmt: skip
-        problem = problem or more()
-        if not problem and not agreed:
-            problem = kernel_problem(q, k, v, causal)
-        if not problem:
-            factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-            if gradients is None:
-                wanted = any(t is not None and t.requires_grad for t in (q, k, v, sink))
-                gradients = wanted and torch.is_grad_enabled()
-            facts = facts_of(
-                q, k, v, algorithm, causal, factor, sink, reduce_dtype, copies, gradients, ends,
-                window,
-            )  # fmt: skip
-    except Error as error:
-        problem = error
-    except Exception as error:  # the other ranks would wait
-        problem = ConfigError(f"ringx: the arguments cannot be checked: {error!r} (see its cause)")
-        problem.__cause__ = error
-    device = device_of(ranks, q)
-    if cu_seqlens is not None and capturing(device):
-        problem = ConfigError(
-            "ringx: cu_seqlens in the capture of a CUDA graph: a graph would keep these documents "
-            "(capture without cu_seqlens)"
-        )
-    if agreed is True:
-        if problem:
-            raise problem
-        q_lengths, k_lengths = [q.shape[1]] * ranks.size, [k.shape[1]] * ranks.size
-    else:
-        if capturing(device):
-            raise ConfigError(
-                "ringx: agreed False in the capture of a CUDA graph: ranks cannot compare their "
-                "arguments there (make one call before the capture, then capture "
-                "ringx_attention(agreed=True))"
-            )
-        q_lengths, k_lengths = agree(ranks, device, facts, algorithm, causal, window, problem)
-    if ends is not None and ends[-1] != sum(k_lengths):
-        raise ShapeError(
-            f"ringx: cu_seqlens ends at {ends[-1]}, but the ranks have {sum(k_lengths)} tokens: "
-            "want the length of the whole sequence"
-        )
-    return _job(ranks, factor, q_lengths, k_lengths, reduce_dtype, q, sink, ends, window)
-
-
-def _job(
-    ranks: Ranks, factor: float, q_lengths: Sequence[int], k_lengths: Sequence[int],
-    reduce_dtype: torch.dtype, q: Tensor, sink: Tensor | None, ends: tuple[int, ...] | None,
-    window: int | None,
-) -> Job:  # fmt: skip
-    reduce_dtype = torch.promote_types(reduce_dtype, q.dtype)
-    out_dtype = q.dtype if sink is None else accumulator(q.dtype)
-    return Job(ranks, factor, q_lengths, k_lengths, reduce_dtype, out_dtype, ends=ends, span=window)
-
-
-def _auto(job: Job, q: Tensor, k: Tensor, causal: bool) -> str:
-    """Returns the algorithm that moves the least data within the memory limit; docs/ringx.md has
-    the formulas."""
-    moved = 2 * k.shape[0] * k.shape[2] * k.shape[3] * sum(job.k_lengths)
-    if causal:
-        gathered = moved * (k.element_size() + job.reduce_dtype.itemsize)
-        return "X3" if gathered <= GATHER_LIMIT else "X4"
-    if len({*zip(job.q_lengths, job.k_lengths, strict=True)}) > 1:
-        return "X1o"
-    batch, _, heads, dim = q.shape
-    row = dim * q.element_size() + (dim + 1) * job.reduce_dtype.itemsize
-    row += 2 * accumulator(q.dtype).itemsize
-    return "X1o" if batch * heads * row * sum(job.q_lengths) < moved * k.element_size() else "X3b"
+    return name
 
 
 # Under torch.compile: two operators that the compiler does not look into
@@ -352,17 +287,20 @@ def _group_of(name: str) -> dist.ProcessGroup | None:
 def _opaque(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_seqlens: Tensor | None, group: str,
     algorithm: str, causal: bool, layout: str | None, scale: float | None,
-    reduce_dtype: torch.dtype, agreed: bool, copies: bool, window: int | None, gradients: bool,
+    reduce_dtype: torch.dtype, agreed: bool | None, copies: bool, window: int | None,
+    gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns out, lse, and for backward, on the CPU: the lengths of q and of k on all ranks, and
     which kernels were enabled, ``[2 N + 4]``."""
-    job = _planned(
-        ranks_of(_group_of(group)), q, k, v, algorithm, causal, scale, sink, reduce_dtype, layout,
-        agreed, copies, cu_seqlens, window, gradients, lambda: None,
-    )  # fmt: skip
-    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
-        out, lse = forward_of(*_even(q, k, v), sink, *_chosen(job, algorithm, q, k, causal, copies))
-    kept = [*job.q_lengths, *job.k_lengths, *(backend in enabled() for backend in ENABLED)]
+    options = Options(
+        algorithm, causal, layout, scale, reduce_dtype, agreed, copies, window, cu_seqlens
+    )
+    ranks = ranks_of(_group_of(group))
+    lengths = settled(ranks, q, k, v, sink, options, lambda: None, gradients)
+    with _on(q):
+        plan = _planned(ranks, lengths, q, k, sink, options)
+        out, lse = forward_of(*_even(q, k, v), sink, *plan)
+    kept = [*lengths[0], *lengths[1], *(backend in enabled() for backend in ENABLED)]
     return out, lse, torch.tensor(kept, dtype=torch.int64)
 
 
@@ -384,17 +322,17 @@ def _opaque_backward(
     scale: float | None, reduce_dtype: torch.dtype, copies: bool, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients of q, k, v and sink; without a sink, an empty one."""
-    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    options = Options(
+        algorithm, causal, None, scale, reduce_dtype, None, copies, window, cu_seqlens
+    )
     ranks, numbers = ranks_of(_group_of(group)), kept.tolist()
-    lengths, flags = numbers[: 2 * ranks.size], numbers[2 * ranks.size :]
-    of_q, of_k = lengths[: ranks.size], lengths[ranks.size :]
-    ends = None if cu_seqlens is None else ends_of(cu_seqlens)
-    job = _job(ranks, factor, of_q, of_k, reduce_dtype, q, sink, ends, window)
-    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
-        how = _chosen(job, algorithm, q, k, causal, copies)
+    size = ranks.size
+    lengths, flags = (numbers[:size], numbers[size : 2 * size]), numbers[2 * size :]
+    with _on(q):
+        plan = _planned(ranks, lengths, q, k, sink, options)
         given = Given(dout.contiguous(), *_even(q, k, v), out, lse)
         with enabling([one for one, flag in zip(ENABLED, flags, strict=True) if flag]):
-            dq, dk, dv, dsink = backward_of(given, sink, *how)
+            dq, dk, dv, dsink = backward_of(given, sink, *plan)
     return _alone(dq), _alone(dk), _alone(dv), q.new_empty(0) if dsink is None else dsink
 
 

@@ -3,156 +3,160 @@
 from __future__ import annotations
 
 import reprlib
-import struct
-from collections.abc import Sequence
-from contextlib import nullcontext
-from functools import lru_cache
+from collections.abc import Callable
 from hashlib import blake2b
 from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fserver.errors import ConfigError, Error, ShapeError
+from fserver.errors import ConfigError, Error, ShapeError, TimeoutError
 
 from .algorithms import ALGORITHMS, SLIDING
-from .kernels import DTYPES, choose
-from .layout import check_layout, chunk_problem, whole
-from .ranks import Ranks, said
-from .window import known
+from .kernels import DTYPES, capturing, choose, enabled
+from .layout import CuSeqlens, check_layout, chunk_problem, ends_of, whole
+from .ranks import UNUSABLE, Lengths, Ranks, said
 
 
-def _backends(ranks: Ranks) -> dict[str, str]:
-    """Returns the backends of the group, by type of device."""
-    pairs = dist.get_backend_config(ranks.group).split(",")
-    return dict(pair.split(":", 1) for pair in pairs)
+class Options(NamedTuple):
+    """The arguments of `ringx_attention` that choose how it runs."""
+
+    algorithm: str
+    causal: bool
+    layout: str | None
+    scale: float | None
+    reduce_dtype: torch.dtype
+    agreed: bool | None
+    copies: bool
+    window: int | None = None
+    cu_seqlens: CuSeqlens | None = None
+
+    @property
+    def ends(self) -> tuple[int, ...] | None:
+        """Where packed documents end in the whole sequence, from 0 on."""
+        return None if self.cu_seqlens is None else ends_of(self.cu_seqlens)
+
+    def factor(self, q: Tensor) -> float:
+        return q.shape[-1] ** -0.5 if self.scale is None else float(self.scale)
 
 
-def device_of(ranks: Ranks, q: object) -> torch.device:
-    """Returns the device on which this rank compares its arguments with the others: the device of
-    q, or, if the group has no backend for it, the one that the other ranks most likely use."""
-    backends = _backends(ranks)
-    if isinstance(q, Tensor) and q.device.type in backends:
-        return q.device
-    if torch.cuda.is_available() and backends.get("cuda", "gloo") != "gloo":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+# What is wrong on this rank
 
 
-def flag_problem(**flags: object) -> Error | None:
+def check_flags(**flags: object) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool):
-            return ConfigError(f"ringx: {name} {said(flag)}: want True or False")
-    return None
+            raise ConfigError(f"ringx: {name} {said(flag)}: want True or False")
 
 
-def _tensor_problem(name: str, value: object) -> Error | None:
-    if not isinstance(value, Tensor):
-        return ConfigError(f"ringx: {name} {said(value)}: want a torch.Tensor")
-    wrapped = hasattr(value, "__tensor_flatten__")  # such as a DTensor
-    if wrapped or value.is_nested or value.layout is not torch.strided:
-        kind = "nested" if value.is_nested else type(value).__name__ if wrapped else value.layout
-        return ConfigError(
-            f"ringx: {name} is {kind}: want a dense tensor (use to_padded_tensor, to_local or "
-            "to_dense)"
-        )
-    return None
+def check_arguments(
+    ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, options: Options
+) -> None:
+    """Checks the arguments of this rank, whatever their type.
 
-
-def argument_problem(
-    ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool,
-    layout: str | None, scale: float | None, sink: Tensor | None, reduce_dtype: torch.dtype,
-    copies: bool, ends: tuple[int, ...] | None, window: int | None,
-) -> Error | None:  # fmt: skip
-    """Checks the arguments of this rank, whatever their type. Returns the error, or None."""
-    problem = flag_problem(causal=causal) or _scale_problem(scale)
-    if problem:
-        return problem
-    devices = [*_backends(ranks)]
+    Raises:
+        ConfigError, ShapeError: one is wrong.
+    """
+    check_flags(causal=options.causal, copies=options.copies)
+    if options.agreed is not None:
+        check_flags(agreed=options.agreed)
+    _check_scale(options.scale)
+    devices = [pair.split(":")[0] for pair in dist.get_backend_config(ranks.group).split(",")]
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        problem = _tensor_problem(name, tensor)
-        if problem:
-            return problem
+        _check_tensor(name, tensor)
         if tensor.device.type not in devices:
-            return ConfigError(
+            raise ConfigError(
                 f"ringx: {name} is on {tensor.device}, for which the group has no backend: want a "
                 f"tensor on one of {devices}"
             )
         if tensor.dim() != 4:
-            return ShapeError(f"ringx: {name}.shape {tuple(tensor.shape)}: want [B, S, H, D]")
+            raise ShapeError(f"ringx: {name}.shape {tuple(tensor.shape)}: want [B, S, H, D]")
         if (tensor.dtype, tensor.device) != (q.dtype, q.device):
-            return ConfigError(
+            raise ConfigError(
                 f"ringx: {name} is {tensor.dtype} on {tensor.device}, but q is {q.dtype} on "
                 f"{q.device}: want one dtype and one device"
             )
-    problem = _shape_problem(q, k, v, causal)
-    if problem:
-        return problem
-    problem = None if sink is None else _tensor_problem("sink", sink)
-    if problem:
-        return problem
-    if sink is not None and (
-        sink.shape != q.shape[2:3] or sink.device != q.device or sink.dtype not in DTYPES
-    ):
-        return ShapeError(
-            f"ringx: sink has shape {tuple(sink.shape)} and is {sink.dtype} on {sink.device}: want "
-            f"shape ({q.shape[2]},), one score for each head of q, one of {DTYPES}, on {q.device}"
-        )
-    for name, dtype in (("reduce_dtype", reduce_dtype), ("q.dtype", q.dtype)):
+    _check_shapes(q, k, v, options.causal)
+    if sink is not None:
+        _check_tensor("sink", sink)
+        if (sink.shape, sink.device) != (q.shape[2:3], q.device) or sink.dtype not in DTYPES:
+            raise ShapeError(
+                f"ringx: sink has shape {tuple(sink.shape)} and is {sink.dtype} on {sink.device}: "
+                f"want shape ({q.shape[2]},), one score for each head of q, one of {DTYPES}, on "
+                f"{q.device}"
+            )
+    for name, dtype in (("reduce_dtype", options.reduce_dtype), ("q.dtype", q.dtype)):
         if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
-            return ConfigError(f"ringx: {name} {reprlib.repr(dtype)}: want one of {DTYPES}")
-    problem = _mask_problem(algorithm, causal, layout, q.shape[1], copies, window)
-    if problem or ends is None or window is not None:
-        return problem
-    if not causal or algorithm not in ("auto", "X3"):
-        return ConfigError(
-            f"ringx: cu_seqlens with algorithm {algorithm} and causal={causal}: want auto or X3, "
-            "and causal=True"
+            raise ConfigError(f"ringx: {name} {reprlib.repr(dtype)}: want one of {DTYPES}")
+    _check_algorithm(options, q, ranks.size)
+    _check_documents(options, ranks.size)
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"ringx: {name} {said(value)}: want a torch.Tensor")
+    wrapped = hasattr(value, "__tensor_flatten__")  # such as a DTensor
+    if wrapped or value.is_nested or value.layout is not torch.strided:
+        kind = "nested" if value.is_nested else type(value).__name__ if wrapped else value.layout
+        raise ConfigError(
+            f"ringx: {name} is {kind}: want a dense tensor (use to_padded_tensor, to_local or "
+            "to_dense)"
         )
-    return chunk_problem(ends, ranks.size)
 
 
-def _shape_problem(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Error | None:
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     if k.shape != v.shape:
-        return ShapeError(f"ringx: v.shape {tuple(v.shape)}: want k.shape, {tuple(k.shape)}")
+        raise ShapeError(f"ringx: v.shape {tuple(v.shape)}: want k.shape, {tuple(k.shape)}")
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
-        return ShapeError(
+        raise ShapeError(
             f"ringx: k.shape {tuple(k.shape)}: want the batch size and the head dimension of "
             f"q.shape, {tuple(q.shape)}"
         )
     if not (q.shape[0] and q.shape[2] and k.shape[2] and q.shape[3]):
-        return ShapeError(
+        raise ShapeError(
             f"ringx: q.shape {tuple(q.shape)}, k.shape {tuple(k.shape)}: empty (want B, H and D to "
             "be 1 or more)"
         )
     if q.shape[2] % k.shape[2]:
-        return ShapeError(
+        raise ShapeError(
             f"ringx: q has {q.shape[2]} heads and k has {k.shape[2]}: want a multiple in q (repeat "
             "the heads of k and v)"
         )
     if causal and q.shape[1] != k.shape[1]:
-        return ShapeError(
+        raise ShapeError(
             f"ringx: causal with q.shape[1] {q.shape[1]} and k.shape[1] {k.shape[1]}: want equal "
             "lengths, or causal=False"
         )
-    return None
 
 
-def _scale_problem(scale: object) -> Error | None:
-    """Checks the scale. Kernels take it in float32, and some compute wrong results if it is not
-    above 0."""
+def _check_documents(options: Options, size: int) -> None:
+    ends = options.ends
+    if ends is None or options.window is not None:
+        return
+    if not options.causal or options.algorithm not in ("auto", "X3"):
+        raise ConfigError(
+            f"ringx: cu_seqlens with algorithm {options.algorithm} and causal={options.causal}: "
+            "want auto or X3, and causal=True"
+        )
+    problem = chunk_problem(ends, size)
+    if problem:
+        raise problem
+
+
+def _check_scale(scale: object) -> None:
+    """Kernels take the scale in float32, and some compute wrong results if it is not above 0."""
     if scale is None:
-        return None
+        return
     want = "want a positive number (a negative one: negate q; a tensor: multiply q by it)"
     limits = torch.finfo(torch.float32)
     if isinstance(scale, bool) or not isinstance(scale, Real):
-        return ConfigError(f"ringx: scale {said(scale)}: {want}")
+        raise ConfigError(f"ringx: scale {said(scale)}: {want}")
     if scale < limits.tiny or not scale <= limits.max:
-        return ConfigError(
+        raise ConfigError(
             f"ringx: scale {reprlib.repr(scale)}: {want} from {limits.tiny:g} to {limits.max:g}"
         )
-    return None
 
 
 def layout_of(algorithm: str, causal: bool | None = None, *, window: int | None = None) -> str:
@@ -160,24 +164,23 @@ def layout_of(algorithm: str, causal: bool | None = None, *, window: int | None 
 
     Args:
         algorithm: ``"auto"``, or the name of an algorithm.
-        causal: whether the mask is causal. ``"auto"`` needs it. Any other algorithm has one mask
-            only: leave ``causal`` out, or give that mask.
+        causal: whether the mask is causal. ``"auto"``, ``"ring"`` and ``"ulysses"`` need it. Any
+            other algorithm has one mask only: leave ``causal`` out, or give that mask.
         window: that of `ringx_attention`, which needs ``"auto"`` and a causal mask.
 
     Returns:
         ``"contiguous"`` or ``"zigzag"``.
 
     Raises:
-        ConfigError: the algorithm does not exist or has another mask, or ``"auto"`` was given
-            without causal. Or the window is not valid with them.
+        ConfigError: the algorithm does not exist or has another mask, or needs ``causal``. Or the
+            window is not valid with them.
     """
     if not isinstance(algorithm, str) or algorithm not in (*ALGORITHMS, "auto"):
         raise ConfigError(
             f"ringx: algorithm {reprlib.repr(algorithm)}: want auto or one of {[*ALGORITHMS]}"
         )
-    problem = None if causal is None else flag_problem(causal=causal)
-    if problem:
-        raise problem
+    if causal is not None:
+        check_flags(causal=causal)
     if window is not None:
         whole("window", window, 1)
         if algorithm != "auto" or not causal:
@@ -185,169 +188,206 @@ def layout_of(algorithm: str, causal: bool | None = None, *, window: int | None 
                 f"ringx: window {window} with algorithm {algorithm} and causal={causal}: want auto "
                 "and causal=True"
             )
-        return SLIDING.layout
-    if algorithm == "auto":
-        if causal is None:
-            raise ConfigError(
-                "ringx: layout_of('auto') depends on the mask: want causal=True or causal=False"
-            )
-        return "zigzag" if causal else "contiguous"
-    how = ALGORITHMS[algorithm]
-    if causal is not None and how.causal != causal:
+        return SLIDING.layout(True)
+    masks = [True, False] if algorithm == "auto" else [*ALGORITHMS[algorithm].masks]
+    if causal is None and len(masks) > 1:
+        raise ConfigError(
+            f"ringx: layout_of({algorithm!r}) depends on the mask: want causal=True or causal=False"
+        )
+    causal = masks[0] if causal is None else causal
+    if causal not in masks:
         raise ConfigError(
             f"ringx: algorithm {algorithm} with causal={causal}: its mask is "
-            f"{'causal' if how.causal else 'full'} (use causal={how.causal}, or one of "
+            f"{'full' if causal else 'causal'} (use causal={not causal}, or one of "
             f"{_fitting(causal)})"
         )
-    return how.layout
+    if algorithm == "auto":  # among X3, X4 and ring, or X1o, X3b and ring
+        return "zigzag" if causal else "contiguous"
+    return ALGORITHMS[algorithm].layout(causal)
 
 
 def _fitting(causal: bool, layout: str | None = None) -> list[str]:
     """The algorithms with this mask and, if given, this layout."""
-    rows = ((name, how) for name, how in ALGORITHMS.items() if how.causal == causal)
-    return [name for name, how in rows if layout in (None, how.layout)]
+    rows = ((name, how) for name, how in ALGORITHMS.items() if causal in how.masks)
+    return [name for name, how in rows if layout in (None, how.layout(causal))]
 
 
-def _mask_problem(
-    algorithm: str, causal: bool, layout: str | None, length: int, copies: bool, window: int | None
-) -> Error | None:
-    try:
-        wanted = layout_of(algorithm, causal, window=window)
-        if layout is not None:
-            check_layout(layout)
-    except ConfigError as problem:
-        return problem
-    if copies is True and algorithm != "auto" and not ALGORITHMS[algorithm].together:
+def _check_algorithm(options: Options, q: Tensor, size: int) -> None:
+    algorithm, causal, layout = options[:3]
+    window = options.window
+    wanted = layout_of(algorithm, causal, window=window)
+    how = ALGORITHMS.get(algorithm)
+    if layout is not None:
+        check_layout(layout)
+    if options.copies and how and not how.together:
         able = [name for name, row in ALGORITHMS.items() if row.together]
-        return ConfigError(
+        raise ConfigError(
             f"ringx: copies True with algorithm {algorithm}, which cannot use copies (use one of "
             f"{able}, or copies=False)"
         )
     if layout not in (None, wanted):
         others = _fitting(causal, layout) if window is None else []
         more = "" if window is None else f", window={window}"
-        return ConfigError(
+        raise ConfigError(
             f"ringx: layout {layout} with algorithm {algorithm}{more}, which needs {wanted} parts "
             f"(shard by layout_of({algorithm!r}, {causal}{more})"
             + (f", or use one of {others})" if others else ")")
         )
-    if wanted == "zigzag" and (length % 2 or not length):
-        return ShapeError(
-            f"ringx: q.shape[1] is {length}, but zigzag needs two chunks of equal length on each "
-            "rank (pad the sequence to a multiple of twice the number of ranks, or use X2)"
+    if wanted == "zigzag" and (q.shape[1] % 2 or not q.shape[1]):
+        raise ShapeError(
+            f"ringx: q.shape[1] is {q.shape[1]}, but zigzag needs two chunks of equal length on "
+            "each rank (pad the sequence to a multiple of twice the number of ranks, or use X2)"
         )
-    return None
+    if how and how.by_heads and q.shape[2] % size:
+        others = [name for name in _fitting(causal, wanted) if name != algorithm]
+        raise ConfigError(
+            f"ringx: q has {q.shape[2]} heads, and algorithm {algorithm} divides them over {size} "
+            f"ranks: want a multiple of {size} (or use one of {others})"
+        )
 
 
-def kernel_problem(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Error | None:
-    """Returns the error if no kernel takes these tensors, else None. A schedule would find out too,
-    but only after other ranks have begun to exchange data."""
-    try:
-        if q.shape[1] and k.shape[1]:
-            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-            choose(q, k, v, causal)
-    except ConfigError as problem:
-        return problem
-    return None
-
+# What differs between ranks
 
 GRADIENTS = "requires_grad (of q, k, v or sink, in grad mode)"
-FACTS = (
-    *("problem", "algorithm", "causal", "sink", "reduce_dtype", "copies", GRADIENTS),
-    *("cu_seqlens", "window", "q.dtype", "q.shape[0]", "q.shape[2]", "q.shape[3]", "k.shape[2]"),
-    "scale",  # behind the shapes, as that which is the default follows from q.shape[3]
-    *("q.shape[1]", "k.shape[1]"),
+CALL = "the number of this call in the group"
+KNOWN = 4096  # signatures that are kept of a group
+ALONE = (
+    "If this rank alone has changed an argument, such as a length, since the calls before: the "
+    "others compare only calls that are new to all (pass agreed=False to all calls in which ranks "
+    "may change their arguments alone). "
 )
-"""What the ranks compare. All but the lengths has to be equal."""
 
 
 def facts_of(
-    q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool, scale: float,
-    sink: Tensor | None, reduce_dtype: torch.dtype, copies: bool, gradients: bool,
-    ends: tuple[int, ...] | None, window: int | None,
-) -> list[int]:  # fmt: skip
-    """Returns a number for each of FACTS."""
-    which = [*ALGORITHMS, "auto"].index(algorithm)
-    same = sink is not None, DTYPES.index(reduce_dtype), bool(copies), gradients
-    shape = q.shape[0], *q.shape[2:], k.shape[2]
-    scale_bits = struct.unpack("q", struct.pack("d", scale))[0]
-    lengths = q.shape[1], k.shape[1]
-    digest = b"" if ends is None else blake2b(repr(ends).encode(), digest_size=7).digest()
-    seen = int.from_bytes(digest, "little"), min(window or 0, 1 << 62)
-    return [0, which, causal, *same, *seen, DTYPES.index(q.dtype), *shape, scale_bits, *lengths]
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, options: Options, gradients: bool | None
+) -> dict[str, Any]:
+    """Returns what the ranks compare. All but the lengths has to be equal. `gradients`: whether a
+    backward may follow; None: as the tensors say."""
+    if gradients is None:
+        wanted = any(t is not None and t.requires_grad for t in (q, k, v, sink))
+        gradients = wanted and torch.is_grad_enabled()
+    return {
+        "algorithm": options.algorithm,
+        "causal": options.causal,
+        "sink": None if sink is None else "a tensor",
+        "reduce_dtype": options.reduce_dtype,
+        "copies": options.copies,
+        GRADIENTS: gradients,
+        "cu_seqlens": _digest(options.ends),
+        "window": options.window,
+        "q.dtype": q.dtype,
+        **{f"q.shape[{dim}]": q.shape[dim] for dim in (0, 2, 3)},
+        "k.shape[2]": k.shape[2],
+        # Behind the shapes, as that which is the default follows from q.shape[3].
+        "scale": options.factor(q),
+        "q.shape[1]": q.shape[1],
+        "k.shape[1]": k.shape[1],
+    }
 
 
-def agree(
-    ranks: Ranks, device: torch.device, facts: list[int], algorithm: str, causal: bool,
-    window: int | None, problem: Error | None,
-) -> tuple[Sequence[int], Sequence[int]]:  # fmt: skip
-    """Compares the arguments of all ranks by one small all-gather before anything else. Returns the
-    ranks' lengths of q and of k.
-
-    On a GPU it runs on a stream of its own. So the CPU waits at most for the last collective of the
-    group, not for the computation. With a board the comparison does not use the GPU at all.
-
-    Raises:
-        ConfigError, ShapeError: on all ranks, if one rank has a problem or the arguments differ.
-    """
-    ranks.step = "comparing the arguments"
-    copies = known(ranks)
-    if copies:
-        found = copies.board.gather(facts, ranks.step)
-    else:
-        with torch.cuda.stream(_beside(device)) if device.type == "cuda" else nullcontext():
-            mine = torch.tensor(facts, dtype=torch.int64, device=device)
-            everybody = torch.empty(ranks.size * len(facts), dtype=mine.dtype, device=device)
-            ranks.gather(everybody, mine).wait()
-            found = everybody.view(ranks.size, -1).tolist()
-    columns = dict(zip(FACTS, map(list, zip(*found, strict=True)), strict=True))
-    if problem:
-        raise problem
-    if any(columns["problem"]):
-        rank = columns["problem"].index(1)
-        raise ConfigError(
-            f"ringx: rank {rank} of the group has refused its own arguments (see the error there)"
-        )
-    uneven = not causal if algorithm == "auto" else ALGORITHMS[algorithm].uneven
-    uneven = uneven or window is not None
-    lengths = columns.pop("q.shape[1]"), columns.pop("k.shape[1]")
-    for name, values in columns.items():
-        if len({*values}) > 1:
-            raise _differ(name, values, "the same on all ranks")
-    for name, values in zip(("q.shape[1]", "k.shape[1]"), lengths, strict=True):
-        if len({*values}) > 1 and not uneven:
-            other = "X2" if causal else "X1"
-            raise _differ(name, values, f"one length (pad the sequence, or use {other})")
-        if not sum(values):
-            raise ShapeError(f"ringx: {name} is 0 on all ranks: want 1 or more on at least one")
-    return lengths
-
-
-def _differ(name: str, values: Sequence[int], want: str) -> Error:
-    other = next(rank for rank, value in enumerate(values) if value != values[0])
-    kind = ShapeError if "shape" in name else ConfigError
-    first, second = (_fact(name, values[rank]) for rank in (0, other))
-    return kind(
-        f"ringx: {name} is {first} on rank 0 and {second} on rank {other} of the group: want {want}"
+def _digest(ends: tuple[int, ...] | None) -> str | None:
+    return (
+        None
+        if ends is None
+        else f"of digest {blake2b(repr(ends).encode(), digest_size=7).hexdigest()}"
     )
 
 
-def _fact(name: str, number: int) -> object:
-    """Returns the value that stands behind a number of FACTS."""
-    if name == "scale":
-        return struct.unpack("d", struct.pack("q", number))[0]
-    if name in ("q.dtype", "reduce_dtype"):
-        return DTYPES[number]
-    if name in ("causal", "copies", GRADIENTS):
-        return bool(number)
-    if name == "cu_seqlens":
-        return f"of digest {number:x}" if number else None
-    if name == "window":
-        return number or None
-    which = {"algorithm": [*ALGORITHMS, "auto"], "sink": ["None", "a tensor"]}
-    return which[name][number] if name in which else number
+def settled(
+    ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, options: Options,
+    more: Callable[[], None], gradients: bool | None = None,
+) -> Lengths:  # fmt: skip
+    """Checks the arguments here, by `more` those that only the calling function has, and compares
+    them with the other ranks', unless all have compared the same before. Returns the lengths of all
+    ranks.
+
+    Raises:
+        ConfigError, ShapeError: on all ranks, if one rank has a problem or the arguments differ;
+            with `agreed` on this rank.
+        TimeoutError, Error: a rank does not compare.
+    """
+    kept, problem = ranks.kept, None
+    kept.calls += 1
+    facts: dict[str, Any] = {}
+    known: Lengths | None = None
+    try:
+        check_arguments(ranks, q, k, v, sink, options)
+        more()
+        if options.cu_seqlens is not None and capturing(q.device):
+            raise ConfigError(
+                "ringx: cu_seqlens in the capture of a CUDA graph: a graph would keep these "
+                "documents (capture without cu_seqlens)"
+            )
+        facts = facts_of(q, k, v, sink, options, gradients)
+        signature = q.device, *enabled(), *facts.values()
+        if options.agreed:
+            known = [q.shape[1]] * ranks.size, [k.shape[1]] * ranks.size
+        elif options.agreed is None and not kept.uneven:
+            known = kept.agreed.get(signature)
+        if not known and q.shape[1] and k.shape[1]:  # a schedule would find out too late
+            choose(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), options.causal)
+    except Error as error:
+        problem = error
+    except Exception as error:  # the other ranks would wait
+        problem = ConfigError(f"ringx: the arguments cannot be checked: {error!r} (see its cause)")
+        problem.__cause__ = error
+    if kept.broken:
+        raise Error(f"ringx: a rank of the group has missed an earlier call. {UNUSABLE}")
+    if known:
+        return known
+    if problem and options.agreed is True:
+        raise problem
+    if isinstance(q, Tensor) and capturing(q.device):
+        raise problem or ConfigError(
+            f"ringx: agreed {options.agreed} in the capture of a CUDA graph: ranks cannot compare "
+            "their arguments there (make the same call once before the capture, with agreed=None, "
+            "or capture ringx_attention(agreed=True))"
+        )
+    lengths = _compared(ranks, facts, problem, options)
+    if any(len({*values}) > 1 for values in lengths):
+        kept.uneven = True
+    if len(kept.agreed) == KNOWN:
+        kept.agreed.clear()  # as on all ranks
+    kept.agreed[signature] = lengths
+    return lengths
 
 
-@lru_cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _compared(
+    ranks: Ranks, facts: dict[str, Any], problem: Error | None, options: Options
+) -> Lengths:
+    """Compares what all ranks have, before anything else travels."""
+    ranks.step = "comparing the arguments"
+    said_here = problem and (type(problem), str(problem).removeprefix("ringx: "))
+    mine = said_here, {CALL: ranks.kept.calls, **facts}
+    try:
+        answers = ranks.ask(mine, ALONE if ranks.kept.agreed else "")
+    except TimeoutError as late:
+        if problem:  # perhaps the others have none
+            raise problem from late
+        raise
+    if problem:
+        raise problem
+    for rank, (theirs, _) in enumerate(answers):
+        if theirs:
+            kind, text = theirs
+            raise kind(f"ringx: rank {rank} of the group has refused its own arguments: {text}")
+    found = [facts for _, facts in answers]
+    algorithm, causal = options[:2]
+    uneven = not causal if algorithm == "auto" else ALGORITHMS[algorithm].uneven
+    uneven = uneven or options.window is not None
+    for name in found[0]:
+        values = [theirs[name] for theirs in found]
+        length = name in ("q.shape[1]", "k.shape[1]")
+        want = "the same on all ranks"
+        if length:
+            want = f"one length (pad the sequence, or use {'X2' if causal else 'X1'})"
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None and not (length and uneven):
+            raise (ShapeError if "shape" in name else ConfigError)(
+                f"ringx: {name} is {values[0]} on rank 0 and {values[other]} on rank {other} of "
+                f"the group: want {want}"
+            )
+        if length and not any(values):
+            raise ShapeError(f"ringx: {name} is 0 on all ranks: want 1 or more on at least one")
+    of_q, of_k = ([theirs[f"{name}.shape[1]"] for theirs in found] for name in "qk")
+    return of_q, of_k

@@ -15,7 +15,7 @@ from torch import Tensor
 from . import kernels, schedules
 from .combine import Parts
 from .kernels import Given, Pair, Triple, accumulator
-from .schedules import FASTEST, Block, Blocks, Job
+from .schedules import FASTEST, Block, Job
 from .window import Mark, Window
 
 
@@ -36,14 +36,14 @@ def _places(rank: int, size: int, together: int) -> dict[int, tuple[int, int]]:
     return {owner: divmod(turn, together) for turn, owner in enumerate(owners)}
 
 
-def _visits(job: Job, rows: int, keys: int, blocks: Blocks, together: int) -> list[list[Visit]]:
+def _visits(job: Job, rows: int, keys: int, together: int) -> list[list[Visit]]:
     """What this rank calls in each round."""
     ranks = job.ranks
     rounds: list[list[Visit]] = []
     for owner, (number, _) in _places(ranks.rank, ranks.size, together).items():
         if number == len(rounds):
             rounds.append([])
-        block = blocks(ranks.rank, owner, rows, keys)
+        block = job.block(owner, rows, keys)
         assert block is not None
         last = rounds[-1][-1] if rounds[-1] else None
         if last and (last.rows, last.keys) == (block.rows, block.keys):
@@ -67,7 +67,9 @@ def fits(job: Job, k: Tensor, together: int, backward: bool) -> bool:
         return False
     size = 2 * k.numel() * k.element_size()
     slots = together if together == job.ranks.size - 1 else 2 * together
-    return window.reserve("keys", size) and (not backward or window.reserve("grads", slots * size))
+    if not window.reserve(job.ranks, "keys", size):
+        return False
+    return not backward or window.reserve(job.ranks, "grads", slots * size)
 
 
 Rounds = Iterator[list[tuple[Visit, Tensor]]]
@@ -114,15 +116,15 @@ def _copy_keys(job: Job, window: Window, k: Tensor, v: Tensor, rounds: list[list
     return given()
 
 
-def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, *, blocks: Blocks, together: int) -> Pair:
+def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, *, together: int) -> Pair:
     """Works on the own block while keys travel, then on those of so many owners at a time, while
     the next ones' travel."""
     assert job.window is not None
-    rounds = _visits(job, q.shape[1], k.shape[1], blocks, together)
+    rounds = _visits(job, q.shape[1], k.shape[1], together)
     arrivals = _copy_keys(job, job.window, k, v, rounds)
     answers = Parts(q.shape[1], accumulator(q.dtype), FASTEST)
     schedules._head_start(q.device)
-    schedules._own_forward(job, answers, q, k, v, blocks)
+    schedules._own_forward(job, answers, q, k, v)
     for visits in arrivals:
         for visit, kv in visits:
             some = (q[:, visit.rows], kv[0].transpose(0, 1), kv[1].transpose(0, 1))
@@ -132,18 +134,18 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, *, blocks: Blocks, togeth
     return schedules._answer(job, answers)
 
 
-def backward(job: Job, given: Given, *, blocks: Blocks, together: int) -> Triple:
+def backward(job: Job, given: Given, *, together: int) -> Triple:
     """What a call gives to dk and dv is copied to the owners as it is, and each adds up what has
     come for it. Half of the own block comes first, while keys travel, and half last, while the
     last gradients do."""
     assert job.window is not None
     window, ranks, k = job.window, job.ranks, given.k
     rows, keys, shape = given.q.shape[1], k.shape[1], _in_window(k)
-    rounds = _visits(job, rows, keys, blocks, together)
+    rounds = _visits(job, rows, keys, together)
     arrivals = _copy_keys(job, window, k, given.v, rounds)
     dq = Parts(rows, accumulator(given.q.dtype), FASTEST)
     schedules._head_start(k.device)
-    own_dk, own_dv, rest = schedules._own_backward(job, dq, given, blocks)
+    own_dk, own_dv, rest = schedules._own_backward(job, dq, given)
     mine = [Parts(keys, accumulator(k.dtype), together + 2) for _ in range(2)]
     for parts, own in zip(mine, (own_dk, own_dv), strict=True):
         parts.add(slice(0, keys), own)
@@ -157,7 +159,7 @@ def backward(job: Job, given: Given, *, blocks: Blocks, together: int) -> Triple
     def take(number: int) -> None:
         """Adds what has come in a round."""
         for rank in range(ranks.size):
-            block = None if rank == ranks.rank else blocks(rank, ranks.rank, rows, keys)
+            block = None if rank == ranks.rank else job.blocks(rank, ranks.rank, rows, keys)
             if block and _places(rank, ranks.size, together)[ranks.rank][0] == number:
                 for parts, came in zip(mine, slot(rank, ranks.rank), strict=True):
                     parts.add(block.keys, came[block.keys].transpose(0, 1))

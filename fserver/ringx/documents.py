@@ -19,14 +19,14 @@ from . import segments
 from .combine import Parts
 from .kernels import Given, Pair, Triple, accumulator
 from .layout import ranges
-from .schedules import FASTEST, Blocks, Job, _answer, _head_start, _pack, _unpack
+from .schedules import FASTEST, Job, _answer, _head_start, _pack, _unpack
 from .segments import Segments, on_device
 
 Call = tuple[Tensor | None, Tensor, Segments]
 """Which of the local rows (None: all) and of all keys, in the order of the gather."""
 
 
-def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, **_: Blocks) -> Pair:
+def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Pair:
     """Works on the own keys while all keys travel, then on the others."""
     answers = Parts(q.shape[1], accumulator(q.dtype), FASTEST)
     for (rows, _keys, of_call), kv in _turns(job, k, v):
@@ -39,7 +39,7 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, **_: Blocks) -> Pair:
     return _answer(job, answers)
 
 
-def backward(job: Job, given: Given, **_: Blocks) -> Triple:
+def backward(job: Job, given: Given) -> Triple:
     """dk and dv of all keys are written into one buffer, whose sum over the ranks is scattered."""
     dout, q, k, v, out, lse = given
     length, size = k.shape[1], job.ranks.size

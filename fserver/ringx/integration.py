@@ -23,7 +23,7 @@ def register_attention(
     layout: str = "zigzag",
     algorithm: str = "auto",
     reduce_dtype: torch.dtype = torch.float32,
-    agreed: bool = False,
+    agreed: bool | None = None,
     copies: bool = False,
 ) -> None:
     """Registers `ringx_attention` with transformers, for ``attn_implementation=name``.
@@ -56,6 +56,11 @@ def register_attention(
             f"ringx: transformers: {error} (install transformers 4.53 or newer)"
         ) from error
 
+    options: dict[str, Any] = {
+        "layout": layout, "group": group, "algorithm": algorithm, "reduce_dtype": reduce_dtype,
+        "agreed": agreed, "copies": copies,
+    }  # fmt: skip
+
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
         dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
@@ -76,21 +81,12 @@ def register_attention(
                 "the same documents for both)"
             )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        seen: dict[str, Any] = {"cu_seqlens": cu_seq_lens_q, "window": sliding_window}
+        if sliding_window is not None:
+            seen["algorithm"] = "auto"
         out = ringx_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            causal=causal,
-            layout=layout,
-            scale=scaling,
-            sink=s_aux,
-            group=group,
-            algorithm=algorithm if sliding_window is None else "auto",
-            reduce_dtype=reduce_dtype,
-            agreed=agreed,
-            copies=copies,
-            cu_seqlens=cu_seq_lens_q,
-            window=sliding_window,
+            q, k, v, causal=causal, scale=scaling, sink=s_aux, **{**options, **seen}
         )
         assert isinstance(out, Tensor)
         return out, None

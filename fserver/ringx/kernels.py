@@ -136,7 +136,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool | Tensor) -> Kernel:
         return REFERENCE
     if q.dtype in DTYPES[:3]:
         for kernel in KERNELS.get(q.device.type, ()):
-            if kernel.usable(q, *_as_heads(kernel, q, k, v), causal):
+            if kernel.usable(q, *_heads(kernel, q, k, v, look=True), causal):
                 return kernel
     if q.dtype is torch.float64 or (q.dtype in DTYPES and not {*enabled()} - {SDPBackend.MATH}):
         return REFERENCE
@@ -147,20 +147,16 @@ def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool | Tensor) -> Kernel:
     )
 
 
-def _heads(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> Pair:
-    """k and v with as many heads as the kernel needs."""
+def _heads(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, look: bool = False) -> Pair:
+    """k and v with as many heads as the kernel needs; for a `look` without a copy, one head in the
+    place of all."""
     if kernel.grouped or q.shape[1] == k.shape[1]:
         return k, v
+    if look:
+        shape = (-1, q.shape[1], -1, -1)
+        return k[:, :1].expand(shape), v[:, :1].expand(shape)
     times = q.shape[1] // k.shape[1]
     return k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
-
-
-def _as_heads(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> Pair:
-    """Tensors that look like those of _heads, without a copy: one head in the place of all."""
-    if kernel.grouped or q.shape[1] == k.shape[1]:
-        return k, v
-    shape = (-1, q.shape[1], -1, -1)
-    return k[:, :1].expand(shape), v[:, :1].expand(shape)
 
 
 def _asks(can_use: Callable[..., bool]) -> Callable[[Tensor, Tensor, Tensor, bool], bool]:
@@ -269,24 +265,13 @@ def _reference_backward(given: Given, causal: bool | Tensor, scale: float) -> Tr
     return ds @ k, ds.mT @ q, p.mT @ dout
 
 
-def _enabled(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-    return bool(cuda.flash_sdp_enabled())
-
-
-def _always(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-    return True
-
-
 CUDNN = Kernel("cudnn", True, _asks(cuda.can_use_cudnn_attention), _cudnn_forward, _cudnn_backward)
 FLASH = Kernel("flash", True, _asks(cuda.can_use_flash_attention), _flash_forward, _flash_backward)
-EFFICIENT = Kernel(
-    "efficient",
-    False,
-    _asks(cuda.can_use_efficient_attention),
-    _efficient_forward,
-    _efficient_backward,
+EFFICIENT_ASKS = _asks(cuda.can_use_efficient_attention)
+EFFICIENT = Kernel("efficient", False, EFFICIENT_ASKS, _efficient_forward, _efficient_backward)
+CPU_FLASH = Kernel(
+    "cpu flash", False, lambda *_: bool(cuda.flash_sdp_enabled()), _cpu_forward, _cpu_backward
 )
-CPU_FLASH = Kernel("cpu flash", False, _enabled, _cpu_forward, _cpu_backward)
-REFERENCE = Kernel("reference", False, _always, _reference_forward, _reference_backward)
+REFERENCE = Kernel("reference", False, lambda *_: True, _reference_forward, _reference_backward)
 KERNELS = {"cpu": (CPU_FLASH,), "cuda": (CUDNN, FLASH, EFFICIENT)}
 """By device, the best first: on Hopper cuDNN is nearly twice as fast as flash."""

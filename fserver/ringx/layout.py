@@ -3,8 +3,7 @@
 ``contiguous``: rank r has part r of the sequence. If the length cannot be divided evenly, the first
 parts are longer by one. ``zigzag``: the sequence is cut into 2N chunks, and rank r has chunks r and
 2N-1-r, so that all ranks have the same amount of work under a causal mask. `layout_of` returns the
-layout that an algorithm of `ringx_attention` needs: zigzag for X3, X3c, X4 and X4o, contiguous for
-the others.
+layout that an algorithm of `ringx_attention` needs.
 
 Packed documents, given by `cu_seqlens`: under zigzag each document is cut into 2N chunks by itself,
 so that a rank has two chunks of each, document after document. Under contiguous the documents make
@@ -18,7 +17,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from operator import index
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -228,18 +226,15 @@ def _gathered(part: Tensor, dim: int, ranks: Ranks) -> list[Tensor]:
     a rank, is an error on all, before the parts travel."""
     ranks.step = "joining the parts"
     problem: Error | None = None
-    length, kind = 0, 0
+    length, kind = 0, ()
     try:
         _has_dim("parts", part, dim)
-        length = part.shape[dim]
-        rest = [size for at, size in enumerate(part.shape) if at != dim % part.dim()]
-        kind = 1 + crc32(repr((dim % part.dim(), part.dtype, rest)).encode())
+        length, rest = part.shape[dim], [*part.shape]
+        rest[dim] = -1
+        kind = part.dtype, dim % part.dim(), *rest
     except ConfigError as error:
         problem = error
-    mine = torch.tensor([length, kind], device=part.device)
-    found = mine.new_empty(2 * ranks.size)
-    ranks.gather(found, mine).wait()
-    lengths, kinds = found.view(-1, 2).T.tolist()
+    lengths, kinds = zip(*ranks.ask((length, kind)), strict=True)
     if problem:
         raise problem
     if len({*kinds}) > 1:
@@ -249,14 +244,13 @@ def _gathered(part: Tensor, dim: int, ranks: Ranks) -> list[Tensor]:
             f"{part.dtype} {tuple(part.shape)} with dim {dim}, in more than the length: want one "
             "dtype and shape"
         )
-    rows = part.detach().movedim(dim, 0)
-    longest = max(lengths)
+    rows, longest = part.detach().movedim(dim, 0), max(lengths)
     padded = rows.new_zeros((longest, *rows.shape[1:]))
-    padded[: len(rows)] = rows
-    everybody = padded.new_empty((ranks.size * longest, *rows.shape[1:]))
-    ranks.gather(everybody, padded).wait()
+    padded[:length] = rows
+    everybody = padded.new_empty((ranks.size, *padded.shape))
+    ranks.gather(everybody.flatten(0, 1), padded).wait()
     return [
-        everybody[rank * longest :][:length].movedim(0, dim) for rank, length in enumerate(lengths)
+        theirs[:length].movedim(0, dim) for theirs, length in zip(everybody, lengths, strict=True)
     ]
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import reprlib
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_process_group_store
 
 from fserver.errors import ConfigError, Error, TimeoutError
 
@@ -19,8 +24,34 @@ T = TypeVar("T")
 Group = dist.ProcessGroup | DeviceMesh
 """What names the ranks of a call."""
 
+Lengths = tuple[Sequence[int], Sequence[int]]
+"""The local lengths of q and of k, by rank."""
+
 UNUSABLE = "The group is no longer usable: end its processes, or make a new group."
 """The remedy in messages."""
+
+
+class Kept:
+    """What this process keeps of a group from call to call.
+
+    Attributes:
+        control: the backend by which `Ranks.ask` compares.
+        calls: how many calls of `ringx_attention` this process has made.
+        agreed: the arguments that all ranks have compared, and the lengths of all ranks with them.
+        uneven: whether the ranks had different lengths once.
+        broken: whether a rank has missed a comparison.
+        window: what the ranks copy by, if they can; False as long as nobody has asked.
+    """
+
+    def __init__(self) -> None:
+        self.control: Any = None
+        self.calls = 0
+        self.agreed: dict[object, Lengths] = {}
+        self.uneven = self.broken = False
+        self.window: Any = False
+
+
+_kept: WeakKeyDictionary[dist.ProcessGroup, Kept] = WeakKeyDictionary()
 
 
 class Ranks:
@@ -39,74 +70,107 @@ class Ranks:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.step = "forward"
+        self.kept = _kept.setdefault(group, Kept())
 
     def broadcast(self, tensor: Tensor, owner: int) -> Collective:
         root = dist.get_global_rank(self.group, owner)
-        return Collective(
-            self,
-            f"the broadcast from rank {owner}",
-            lambda: dist.broadcast(tensor, root, group=self.group, async_op=True),
-        )
+        return self._start(f"the broadcast from rank {owner}", dist.broadcast, tensor, root)
 
     def sum_at(self, owner: int, tensor: Tensor) -> Collective:
         """Leaves the sum in the owner's tensor; what is in the others' is undefined."""
         root = dist.get_global_rank(self.group, owner)
-        return Collective(
-            self,
-            f"the sum at rank {owner}",
-            lambda: dist.reduce(tensor, root, group=self.group, async_op=True),
-        )
+        return self._start(f"the sum at rank {owner}", dist.reduce, tensor, root)
 
     def maximum(self, tensor: Tensor) -> Collective:
         maximum = dist.ReduceOp.MAX
-        return Collective(
-            self,
-            "the maximum over all ranks",
-            lambda: dist.all_reduce(tensor, maximum, group=self.group, async_op=True),
-        )
+        return self._start("the maximum over all ranks", dist.all_reduce, tensor, maximum)
 
     def gather(self, everybody: Tensor, tensor: Tensor) -> Collective:
-        return Collective(
-            self,
-            "the all-gather",
-            lambda: dist.all_gather_into_tensor(everybody, tensor, group=self.group, async_op=True),
-        )
+        return self._start("the all-gather", dist.all_gather_into_tensor, everybody, tensor)
 
     def scatter_sum(self, mine: Tensor, tensor: Tensor) -> Collective:
-        return Collective(
-            self,
-            "the reduce-scatter",
-            lambda: dist.reduce_scatter_tensor(mine, tensor, group=self.group, async_op=True),
-        )
+        return self._start("the reduce-scatter", dist.reduce_scatter_tensor, mine, tensor)
 
-    def all_to_all(
-        self, got: Tensor, sent: Tensor, of_each: list[int], to_each: list[int]
+    def exchange(
+        self,
+        got: Tensor,
+        tensor: Tensor,
+        of_each: list[int] | None = None,
+        to_each: list[int] | None = None,
     ) -> Collective:
-        """`of_each` and `to_each`: how many rows of `got` and `sent` each rank sends and gets."""
-        return Collective(
-            self,
-            "the all-to-all",
-            lambda: dist.all_to_all_single(
-                got, sent, of_each, to_each, group=self.group, async_op=True
-            ),
-        )
+        """Row r goes to rank r, and comes from it; or so many rows as `of_each` (of `got`) and
+        `to_each` (of `tensor`) say for each rank."""
+        return self._start("the all-to-all", dist.all_to_all_single, got, tensor, of_each, to_each)
 
-    def guarded(self, what: str, call: Callable[[], T]) -> T:
+    def pass_on(self, got: Tensor, tensor: Tensor) -> Collective:
+        """Sends to the next rank, and receives from the one before."""
+        after, before = ((self.rank + step) % self.size for step in (1, -1))
+        pairs = (dist.isend, tensor, after), (dist.irecv, got, before)
+        members, group = dist.get_process_group_ranks(self.group), self.group
+        ops = [dist.P2POp(op, what, members[peer], group) for op, what, peer in pairs]
+        what = f"passing on from rank {before} to rank {after}"
+        # gloo's transfers between two ranks know the group's timeout only if they are told.
+        limit = None if tensor.is_cuda else self.timeout
+        return Collective(self, what, lambda: dist.batch_isend_irecv(ops), limit)
+
+    def _start(self, what: str, call: Callable[..., Any], *args: Any) -> Collective:
+        return Collective(self, what, lambda: [call(*args, group=self.group, async_op=True)])
+
+    @property
+    def timeout(self) -> timedelta:
+        """Of the group's collectives."""
+        backends = (self.group._get_backend(device) for device in self.group._device_types)
+        found = (getattr(getattr(each, "options", None), "_timeout", None) for each in backends)
+        return next(filter(None, found), dist.default_pg_timeout)
+
+    def ask(self, value: T, hint: str = "") -> list[T]:
+        """Returns what each rank has said. The ranks have a backend of gloo's for it: a rank that
+        asks alone meets no collective of others, and nobody waits for a GPU. `hint` is for the text
+        of an error."""
+        if self.size == 1:
+            return [value]
+        text = pickle.dumps(value)
+        try:
+            sizes = self._told(torch.tensor([[len(text)]]), hint)
+            padded = bytearray(text.ljust(int(sizes.max())))
+            texts = self._told(torch.frombuffer(padded, dtype=torch.uint8)[None], hint)
+        except Error:
+            self.kept.broken = True
+            raise
+        return [pickle.loads(bytes(theirs.tolist())) for theirs in texts]
+
+    def _told(self, mine: Tensor, hint: str) -> Tensor:
+        found = mine.new_empty(self.size, mine.shape[1])
+        control = self.guarded("connecting for comparisons", self._control, hint)
+        self.guarded("the comparison", lambda: control._allgather_base(found, mine).wait(), hint)
+        return found
+
+    def _control(self) -> Any:
+        """A backend that is no group of torch's: the numbers of those are the same on all ranks of
+        the world, also on those that are not in this group."""
+        if self.kept.control is None:
+            store = dist.PrefixStore("fserver-ringx", _get_process_group_store(self.group))
+            options = store, self.rank, self.size, self.timeout
+            self.kept.control = dist.ProcessGroupGloo(*options)
+        return self.kept.control
+
+    def guarded(self, what: str, call: Callable[[], T], hint: str = "") -> T:
         """Returns what a call to torch.distributed returns, and makes its errors fserver's."""
         try:
             return call()
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # no other rank's doing
         except RuntimeError as error:
-            raise self._failure(what, error) from error
+            raise self._failure(what, error, hint) from error
 
-    def _failure(self, what: str, error: RuntimeError) -> Error:
+    def _failure(self, what: str, error: RuntimeError, hint: str) -> Error:
         over = re.search("time(d |-)?out", str(error), re.IGNORECASE)
         members = reprlib.repr(dist.get_process_group_ranks(self.group))
         text = (
             f"ringx: {self.step}: {what} {'timed out' if over else 'failed'} on rank {self.rank} "
             f"of the group (global ranks {members}). At least one rank has not made the same call, "
-            f"or has ended: see the output of the other ranks. {UNUSABLE}"
+            f"or has ended: see the output of the other ranks. "
+            f"{hint if over else ''}{UNUSABLE}"
         )
         if over:
             text += (
@@ -154,14 +218,17 @@ def ranks_of(group: object) -> Ranks:
 
 
 class Collective:
-    """A collective that has been started."""
+    """A collective that has been started, in one piece or several."""
 
-    def __init__(self, ranks: Ranks, what: str, start: Callable[[], dist.Work | None]):
-        self._ranks, self._what = ranks, what
-        work = ranks.guarded(what, start)
-        assert work is not None  # as this process is in the group
-        self._work = work
+    def __init__(
+        self, ranks: Ranks, what: str, start: Callable[[], list[dist.Work]],
+        limit: timedelta | None = None,
+    ):  # fmt: skip
+        self._ranks, self._what, self._limit = ranks, what, limit
+        self._works = ranks.guarded(what, start)
 
     def wait(self) -> None:
         """Lets the current stream wait for the result, on a CPU the caller."""
-        self._ranks.guarded(self._what, self._work.wait)
+        limit = () if self._limit is None else (self._limit,)
+        for work in self._works:
+            self._ranks.guarded(self._what, partial(work.wait, *limit))

@@ -11,38 +11,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fserver.errors import ConfigError, Error
+from fserver.errors import ConfigError
 
 from .algorithms import ALGORITHMS
 from .api import run
-from .arguments import flag_problem
+from .arguments import Options, check_flags
 from .ranks import Group
 
 
-def _reference_problem(
+def _check_reference(
     q: Tensor, dropout_p: object, window_size: tuple[int, int], alibi_slopes: Tensor | None,
     deterministic: bool, return_attn_probs: bool,
-) -> Error | None:  # fmt: skip
-    """Checks the arguments that `ringx_attention` does not have. Returns the error, or None."""
+) -> None:  # fmt: skip
+    """Checks the arguments that `ringx_attention` does not have."""
     if not isinstance(dropout_p, Real) or dropout_p != 0:
-        return ConfigError(
+        raise ConfigError(
             f"ringx: dropout_p {reprlib.repr(dropout_p)}: not supported (use 0.0): kernels draw by "
             "the place in a block, so ranks would not drop what the unsplit model drops"
         )
     if not isinstance(window_size, (tuple, list)) or tuple(window_size) != (-1, -1):
         window = reprlib.repr(window_size)
-        return ConfigError(f"ringx: window_size {window}: not supported (use (-1, -1))")
+        raise ConfigError(f"ringx: window_size {window}: not supported (use (-1, -1))")
     if alibi_slopes is not None:
-        return ConfigError("ringx: alibi_slopes: not supported (use None)")
-    problem = flag_problem(deterministic=deterministic, return_attn_probs=return_attn_probs)
-    if problem:
-        return problem
+        raise ConfigError("ringx: alibi_slopes: not supported (use None)")
+    check_flags(deterministic=deterministic, return_attn_probs=return_attn_probs)
     if deterministic and q.is_cuda and not torch.are_deterministic_algorithms_enabled():
-        return ConfigError(
+        raise ConfigError(
             "ringx: deterministic True: torch decides which kernels it uses (call "
             "torch.use_deterministic_algorithms(True) first, or use deterministic=False)"
         )
-    return None
 
 
 def _like_reference(algorithm: str) -> Callable[..., Any]:
@@ -60,8 +57,9 @@ def _like_reference(algorithm: str) -> Callable[..., Any]:
         group: Group | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, None]:
         theirs = (dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs)
-        more = partial(_reference_problem, q, *theirs)
-        out, lse = run(q, k, v, algorithm, causal, softmax_scale, group, None, torch.float32, more)
+        more = partial(_check_reference, q, *theirs)
+        options = Options(algorithm, causal, None, softmax_scale, torch.float32, None, False)
+        out, lse = run(q, k, v, None, group, options, more)
         return (out, lse, None) if return_attn_probs else out
 
     function.__name__ = function.__qualname__ = f"ring{algorithm}_attn_func"
@@ -73,7 +71,7 @@ def _like_reference(algorithm: str) -> Callable[..., Any]:
         v: ``[B, Sk, Hkv, D]``, the local values.
         dropout_p: must be 0.
         softmax_scale: factor of the scores, above 0. None: ``1 / sqrt(D)``.
-        causal: must be {ALGORITHMS[algorithm].causal}.
+        causal: must be {True in ALGORITHMS[algorithm].masks}.
         window_size: must be ``(-1, -1)``.
         alibi_slopes: must be None.
         deterministic: True needs ``torch.use_deterministic_algorithms(True)`` on GPUs.

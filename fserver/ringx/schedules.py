@@ -1,7 +1,8 @@
 """The order in which ranks exchange and compute. No autograd here: tensors in, tensors out.
 
 Two things may travel: queries (the forward of X1 and X2, whose parts of an answer are then added
-up at the owner) or keys and values (all else). What travels has the sequence first, so that what
+up at the owner) or keys and values (all else; ring.py and copies.py have other ways for them, and
+heads.py exchanges heads). What travels has the sequence first, so that what
 several ranks sent is one sequence without a copy: queries ``[S, B, H, D]``, keys and values
 together ``[S, B, 2, Hkv, D]``.
 
@@ -31,6 +32,7 @@ class Job:
     """What a schedule needs beside the tensors, the same on all ranks."""
 
     ranks: Ranks
+    blocks: Blocks
     scale: float
     q_lengths: Sequence[int]  # local, by rank
     k_lengths: Sequence[int]
@@ -39,6 +41,10 @@ class Job:
     window: Window | None = None  # if ranks may copy from and to each other's memory
     ends: tuple[int, ...] | None = None  # of packed documents in the whole sequence, from 0 on
     span: int | None = None  # how many keys a row sees, if it does not see all before it
+
+    def block(self, owner: int, rows: int, keys: int) -> Block | None:
+        """The work of so many rows of mine with so many keys of an owner."""
+        return self.blocks(self.ranks.rank, owner, rows, keys)
 
 
 # Which of my rows see which of an owner's keys
@@ -129,7 +135,9 @@ def _head_start(device: torch.device) -> None:
 KEYS_AHEAD = 2
 
 
-def _broadcast_keys(job: Job, k: Tensor, v: Tensor, ahead: bool) -> Iterator[tuple[int, Tensor]]:
+def broadcast_keys(
+    job: Job, k: Tensor, v: Tensor, ahead: bool = True
+) -> Iterator[tuple[int, Tensor]]:
     mine = _pack(k, v)
 
     def send(owner: int) -> tuple[Tensor, Collective]:
@@ -146,9 +154,7 @@ def _broadcast_keys(job: Job, k: Tensor, v: Tensor, ahead: bool) -> Iterator[tup
 # Queries travel: X1, X2
 
 
-def queries_forward(
-    job: Job, q: Tensor, k: Tensor, v: Tensor, *, blocks: Blocks, overlap: bool
-) -> Pair:
+def queries_forward(job: Job, q: Tensor, k: Tensor, v: Tensor, *, overlap: bool) -> Pair:
     """Everybody answers the queries of each owner in turn, and the answers are added up there.
 
     With `overlap`, while one owner's are answered the next one's are on their way here, the
@@ -189,7 +195,7 @@ def queries_forward(
             result.extend(((above / below).transpose(0, 1), lse))
 
     for owner, rows in _in_turn(job, send, lag):
-        block = blocks(owner, ranks.rank, rows.shape[0], k.shape[1])
+        block = job.blocks(owner, ranks.rank, rows.shape[0], k.shape[1])
         keys = slice(0, 0) if block is None else block.keys
         causal = block is not None and block.causal
         out, lse = kernels.forward(rows.transpose(0, 1), k[:, keys], v[:, keys], causal, job.scale)
@@ -215,41 +221,44 @@ def _parts(flat: Tensor, shape: Sequence[int], dim: int) -> Pair:
 # Keys and values travel, from one owner after the other: X4, and backward of X1 and X2
 
 
-def broadcast_forward(job: Job, q: Tensor, k: Tensor, v: Tensor, *, blocks: Blocks) -> Pair:
+Arrivals = Callable[[Job, Tensor, Tensor], Iterator[tuple[int, Tensor]]]
+"""Gives (owner, its keys and values) for all owners. The first keys are on their way at once."""
+
+
+def owners_forward(
+    job: Job, q: Tensor, k: Tensor, v: Tensor, *, arrive: Arrivals, most: int = LEAST
+) -> Pair:
     """Works on the own block while the first keys travel, then on each owner's."""
-    rank = job.ranks.rank
-    arrivals = _broadcast_keys(job, k, v, ahead=True)
-    answers = Parts(q.shape[1], accumulator(q.dtype), LEAST)
+    arrivals = arrive(job, k, v)
+    answers = Parts(q.shape[1], accumulator(q.dtype), most)
     _head_start(q.device)
-    _own_forward(job, answers, q, k, v, blocks)
+    _own_forward(job, answers, q, k, v)
     for owner, kv in arrivals:
-        block = blocks(rank, owner, q.shape[1], kv.shape[0])
-        if owner != rank and block is not None:
+        block = job.block(owner, q.shape[1], kv.shape[0])
+        if owner != job.ranks.rank and block is not None:
             _head_start(q.device)
             _attend(job, answers, q, *_unpack(kv), block)
         del kv  # before the next one has to have a place
     return _answer(job, answers)
 
 
-def broadcast_backward(
-    job: Job, given: Given, *, blocks: Blocks, ahead: bool, behind: bool
-) -> Triple:
+def broadcast_backward(job: Job, given: Given, *, ahead: bool, behind: bool) -> Triple:
     """dq stays; dk and dv of each owner are added up there, with `behind` while the next owner's
     are computed, and the last one's while the rank does half of its own block. That has its turn
     among the others: who had nothing to do in his turn would wait for the sum."""
     ranks = job.ranks
-    arrivals = _broadcast_keys(job, given.k, given.v, ahead)
+    arrivals = broadcast_keys(job, given.k, given.v, ahead)
     rows = given.q.shape[1]
     dq = Parts(rows, accumulator(given.q.dtype), LEAST)
     under_way: deque[tuple[Tensor, Collective]] = deque()
     rest: Block | None = None
     for owner, kv in arrivals:
         dkv = torch.empty(kv.shape, dtype=job.reduce_dtype, device=kv.device)
-        block = blocks(ranks.rank, owner, rows, kv.shape[0])
+        block = job.block(owner, rows, kv.shape[0])
         if block is not None:
             _head_start(kv.device)
             if owner == ranks.rank and behind:
-                dk, dv, rest = _own_backward(job, dq, given, blocks)
+                dk, dv, rest = _own_backward(job, dq, given)
             else:
                 dk, dv = _more_grads(job, dq, given, kv, block)
             _put(dkv, block.keys, dk, dv)
@@ -268,58 +277,35 @@ def broadcast_backward(
 
 
 class Call(NamedTuple):
-    """One call of a kernel: of my rows, with keys of one of the sequences that were gathered."""
+    """One call of a kernel: of my rows, with these of the keys that were gathered."""
 
-    gathered: int
     rows: slice
     keys: list[slice]
 
 
-class Plan(NamedTuple):
-    """Parts of the local sequence that are gathered apart, and the calls beside the own block."""
-
-    parts: list[slice]
-    calls: list[Call]
-
-
-def planned(job: Job, rows: int, keys: int, blocks: Blocks, pieces: int) -> Plan:
-    """The local sequence is gathered in so many pieces. Of each there is a call for what the same
-    rows see of all owners before me, and one of all behind. With the own block these are three for
-    one piece, however many ranks there are, and four for two: then first halves and second halves
-    lie side by side, so that no keys of the zigzag table have to be copied for a call."""
+def planned(job: Job, rows: int, keys: int) -> list[Call]:
+    """The calls beside the own block: one for what the same rows see of all owners before me, and
+    one of all behind. So there are three, however many ranks there are."""
     rank, calls = job.ranks.rank, list[Call]()
-    length = keys // pieces
-    parts = [slice(piece * length, (piece + 1) * length) for piece in range(pieces)]
-    for index, part in enumerate(parts):
-        for owner in range(job.ranks.size):
-            block = blocks(rank, owner, rows, keys)
-            if owner == rank or block is None:
-                continue
-            start, stop = max(block.keys.start, part.start), min(block.keys.stop, part.stop)
-            if start >= stop:
-                continue
-            at = owner * length - part.start
-            seen = slice(at + start, at + stop)
-            if owner in (0, rank + 1):  # the first before me, the first behind
-                calls.append(Call(index, block.rows, [seen]))
-                continue
-            last = calls[-1].keys
-            if last[-1].stop == seen.start:
-                last[-1] = slice(last[-1].start, seen.stop)
-            else:
-                last.append(seen)
-    return Plan(parts, calls)
+    for owner in range(job.ranks.size):
+        block = job.block(owner, rows, keys)
+        if owner == rank or block is None:
+            continue
+        seen = slice(owner * keys + block.keys.start, owner * keys + block.keys.stop)
+        if owner in (0, rank + 1):  # the first before me, the first behind
+            calls.append(Call(block.rows, [seen]))
+        elif calls[-1].keys[-1].stop == seen.start:
+            calls[-1].keys[-1] = slice(calls[-1].keys[-1].start, seen.stop)
+        else:
+            calls[-1].keys.append(seen)
+    return calls
 
 
-def _gather_keys(job: Job, k: Tensor, v: Tensor, plan: Plan) -> list[tuple[Tensor, Collective]]:
-    kv, size = _pack(k, v), job.ranks.size
-    gathered = []
-    for part in plan.parts:
-        mine = kv[part]
-        shape = (size * mine.shape[0], *mine.shape[1:])
-        everybody = torch.empty(shape, dtype=kv.dtype, device=kv.device)
-        gathered.append((everybody, job.ranks.gather(everybody, mine)))
-    return gathered
+def _gather_keys(job: Job, k: Tensor, v: Tensor) -> tuple[Tensor, Collective]:
+    mine = _pack(k, v)
+    shape = job.ranks.size * mine.shape[0], *mine.shape[1:]
+    everybody = torch.empty(shape, dtype=k.dtype, device=k.device)
+    return everybody, job.ranks.gather(everybody, mine)
 
 
 EVERY = slice(None)
@@ -331,57 +317,39 @@ def _pick(kv: Tensor, call: Call) -> Tensor:
     return picked[0] if len(picked) == 1 else torch.cat(picked)
 
 
-def _put_each(dkv: Tensor, call: Call, dk: Tensor, dv: Tensor) -> None:
-    """Writes what the keys of a call got."""
-    lengths = [keys.stop - keys.start for keys in call.keys]
-    for keys, *got in zip(call.keys, dk.split(lengths, 1), dv.split(lengths, 1), strict=True):
-        _put(dkv, keys, *got)
-
-
-def gather_forward(
-    job: Job, q: Tensor, k: Tensor, v: Tensor, *, blocks: Blocks, pieces: int
-) -> Pair:
+def gather_forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Pair:
     """Works on the own block while all keys travel, then on the others."""
-    plan = planned(job, q.shape[1], k.shape[1], blocks, pieces)
-    gathered = _gather_keys(job, k, v, plan)
+    kv, here = _gather_keys(job, k, v)
     answers = Parts(q.shape[1], accumulator(q.dtype), FASTEST)
     _head_start(q.device)
-    _own_forward(job, answers, q, k, v, blocks)
-    for index, (kv, here) in enumerate(gathered):
-        here.wait()
-        for call in plan.calls:
-            if call.gathered == index:
-                block = Block(call.rows, EVERY, False)
-                _attend(job, answers, q, *_unpack(_pick(kv, call)), block)
+    _own_forward(job, answers, q, k, v)
+    here.wait()
+    for call in planned(job, q.shape[1], k.shape[1]):
+        _attend(job, answers, q, *_unpack(_pick(kv, call)), Block(call.rows, EVERY, False))
     return _answer(job, answers)
 
 
-def gather_backward(job: Job, given: Given, *, blocks: Blocks, pieces: int) -> Triple:
+def gather_backward(job: Job, given: Given) -> Triple:
     """dk and dv of all keys are written into one buffer, whose sum over the ranks is scattered.
     Half of the own block comes first, while the keys travel, and half last, while the sum does."""
-    k = given.k
-    plan = planned(job, given.q.shape[1], k.shape[1], blocks, pieces)
-    gathered = _gather_keys(job, k, given.v, plan)
+    keys = given.k.shape[1]
+    kv, here = _gather_keys(job, given.k, given.v)
     dq = Parts(given.q.shape[1], accumulator(given.q.dtype), FASTEST)
-    _head_start(k.device)
-    own_dk, own_dv, rest = _own_backward(job, dq, given, blocks)
-    shape = (k.shape[1], k.shape[0], 2, *k.shape[2:])
-    mine = torch.empty(shape, dtype=job.reduce_dtype, device=k.device)
-    under_way = []
-    for index, (part, (kv, here)) in enumerate(zip(plan.parts, gathered, strict=True)):
-        dkv = torch.empty(kv.shape, dtype=job.reduce_dtype, device=kv.device)
-        start, length = job.ranks.rank * (part.stop - part.start), part.stop - part.start
-        written = [slice(start, start + length)]
-        _put(dkv, written[0], own_dk[:, part], own_dv[:, part])
-        here.wait()
-        for call in plan.calls:
-            if call.gathered == index:
-                block = Block(call.rows, EVERY, False)
-                _put_each(dkv, call, *_more_grads(job, dq, given, _pick(kv, call), block))
-                written += call.keys
-        _zero_between(dkv, written)
-        under_way.append((dkv, job.ranks.scatter_sum(mine[part], dkv)))
-    _finish(job, dq, given, rest, [work for _, work in under_way], mine)
+    _head_start(kv.device)
+    dk, dv, rest = _own_backward(job, dq, given)
+    dkv = torch.empty(kv.shape, dtype=job.reduce_dtype, device=kv.device)
+    written = [slice(job.ranks.rank * keys, (job.ranks.rank + 1) * keys)]
+    _put(dkv, written[0], dk, dv)
+    here.wait()
+    for call in planned(job, given.q.shape[1], keys):
+        dk, dv = _more_grads(job, dq, given, _pick(kv, call), Block(call.rows, EVERY, False))
+        lengths = [part.stop - part.start for part in call.keys]
+        for part, *got in zip(call.keys, dk.split(lengths, 1), dv.split(lengths, 1), strict=True):
+            _put(dkv, part, *got)
+        written += call.keys
+    _zero_between(dkv, written)
+    mine = dkv.new_empty(keys, *dkv.shape[1:])
+    _finish(job, dq, given, rest, [job.ranks.scatter_sum(mine, dkv)], mine)
     return dq.result(given.q.dtype)[0], *_unpack(mine)
 
 
@@ -417,26 +385,21 @@ def _answer(job: Job, answers: Parts) -> Pair:
     return out, lse
 
 
-def _own_block(job: Job, blocks: Blocks, rows: int, keys: int) -> Block:
-    block = blocks(job.ranks.rank, job.ranks.rank, rows, keys)
+def _own_forward(job: Job, answers: Parts, q: Tensor, k: Tensor, v: Tensor) -> None:
+    block = job.block(job.ranks.rank, q.shape[1], k.shape[1])
     assert block is not None
-    return block
-
-
-def _own_forward(job: Job, answers: Parts, q: Tensor, k: Tensor, v: Tensor, blocks: Blocks) -> None:
-    _attend(job, answers, q, k, v, _own_block(job, blocks, q.shape[1], k.shape[1]))
+    _attend(job, answers, q, k, v, block)
 
 
 # From so many rows on, half of the own block takes longer than it costs to call a kernel once more.
 ROWS_IN_TWO = 4096
 
 
-def _own_backward(
-    job: Job, dq: Parts, given: Given, blocks: Blocks
-) -> tuple[Tensor, Tensor, Block | None]:
+def _own_backward(job: Job, dq: Parts, given: Given) -> tuple[Tensor, Tensor, Block | None]:
     """Gives dk and dv of the own block, or of half of it, and what is left of it then."""
     rows, keys = given.q.shape[1], given.k.shape[1]
-    block = _own_block(job, blocks, rows, keys)
+    block = job.block(job.ranks.rank, rows, keys)
+    assert block is not None
     half = rows // 2
     enough = given.q.device.type == "cpu" or rows >= ROWS_IN_TWO
     if job.ranks.size == 1 or not enough or rows % 2:

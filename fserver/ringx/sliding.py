@@ -19,17 +19,17 @@ from torch import Tensor
 
 from . import segments
 from .kernels import Given, Pair, Triple
-from .schedules import Blocks, Job, _pack, _unpack
+from .schedules import Job, _pack, _unpack
 from .segments import Segments
 
 
-def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, **_: Blocks) -> Pair:
+def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Pair:
     of_each, to_each, seen = _planned(job)
     kv = _with_halo(job, k, v, of_each, to_each)
     return segments.forward(q, *_unpack(kv), seen, job.scale)
 
 
-def backward(job: Job, given: Given, **_: Blocks) -> Triple:
+def backward(job: Job, given: Given) -> Triple:
     """Sends back what the rows give to the halo, and adds to the own keys what is sent back."""
     of_each, to_each, seen = _planned(job)
     kv = _with_halo(job, given.k, given.v, of_each, to_each)
@@ -37,7 +37,7 @@ def backward(job: Job, given: Given, **_: Blocks) -> Triple:
     dq, *got = segments.backward(given._replace(k=k, v=v), seen, job.scale)
     lent, mine = _pack(*got).to(job.reduce_dtype).tensor_split([sum(of_each)])
     back = mine.new_empty((sum(to_each), *mine.shape[1:]))
-    job.ranks.all_to_all(back, lent, to_each, of_each).wait()
+    job.ranks.exchange(back, lent, to_each, of_each).wait()
     for part in back.split(to_each):
         mine[len(mine) - len(part) :] += part
     return dq, *_unpack(mine)
@@ -48,7 +48,7 @@ def _with_halo(job: Job, k: Tensor, v: Tensor, of_each: list[int], to_each: list
     mine = _pack(k, v)
     halo = mine.new_empty((sum(of_each), *mine.shape[1:]))
     sent = torch.cat([mine[len(mine) - count :] for count in to_each])
-    job.ranks.all_to_all(halo, sent, of_each, to_each).wait()
+    job.ranks.exchange(halo, sent, of_each, to_each).wait()
     return torch.cat((halo, mine))
 
 

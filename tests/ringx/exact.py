@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,24 @@ from world import Rank, World
 from fserver.ringx import positions, ringx_attention
 from fserver.ringx.algorithms import ALGORITHMS
 
-NAMES = [*ALGORITHMS]
-CAUSAL = [name for name in NAMES if ALGORITHMS[name].causal]
+
+class Row(NamedTuple):
+    """An algorithm with one of its masks."""
+
+    algorithm: str
+    causal: bool
+    layout: str
+
+
+ROWS = {
+    name if causal == next(iter(how.masks)) else f"{name} full": Row(
+        name, causal, how.layout(causal)
+    )
+    for name, how in ALGORITHMS.items()
+    for causal in how.masks
+}
+NAMES = [*ROWS]
+CAUSAL = [name for name, row in ROWS.items() if row.causal]
 EXACT = 1e-12
 """Relative error that float64 leaves."""
 
@@ -57,9 +73,21 @@ class Problem:
         return [t.to(self.dtype) for t in found]
 
 
-def dense(problem: Problem, causal: bool, at_once: int = 2048) -> dict[str, Tensor]:
+def fitted(problem: Problem, name: str, size: int) -> Problem:
+    """With so many heads that each rank can have a part of them, where the algorithm wants it."""
+    short = ALGORITHMS[ROWS[name].algorithm].by_heads and problem.heads % size
+    return replace(problem, heads=problem.heads * size) if short else problem
+
+
+SCORES = 128 << 20
+"""Bytes of the scores that `dense` makes at a time; autograd has some eight times as many, and all
+ranks may do so on one GPU."""
+
+
+def dense(problem: Problem, causal: bool) -> dict[str, Tensor]:
     """out, lse and the gradients by autograd, in float64, of the problem as its type has it. One
-    head and `at_once` rows at a time, so that long sequences have room."""
+    head and some rows at a time, so that long sequences have room."""
+    at_once = max(1, SCORES // (8 * problem.batch * problem.keys))
     q, k, v, dout, sink = (t.double().requires_grad_() for t in problem.tensors())
     out, lse = torch.empty_like(q), q.new_empty(problem.batch, problem.heads, problem.rows)
     at = torch.arange(max(problem.rows, problem.keys), device=q.device)
@@ -124,8 +152,8 @@ def call(
     """out, lse and gradients of a shard."""
     out, lse = ringx_attention(
         *mine.leaves[:3],
-        algorithm=algorithm,
-        causal=ALGORITHMS[algorithm].causal,
+        algorithm=ROWS[algorithm].algorithm,
+        causal=ROWS[algorithm].causal,
         group=me.group,
         sink=mine.leaves[3] if len(mine.leaves) > 3 else None,
         return_lse=True,
@@ -146,7 +174,8 @@ def attend(
     **options: Any,
 ) -> dict[str, Tensor]:
     """out, lse and gradients of this rank's shards."""
-    mine = shard(me, problem, ALGORITHMS[algorithm].layout, lengths, strided)
+    problem = fitted(problem, algorithm, me.size)
+    mine = shard(me, problem, ROWS[algorithm].layout, lengths, strided)
     return call(me, mine, algorithm, **options)
 
 
@@ -164,7 +193,7 @@ def assembled(
     lengths: Lengths | None = None,
 ) -> dict[str, Tensor]:
     """The ranks' shards at their places."""
-    layout, size = ALGORITHMS[algorithm].layout, len(parts)
+    layout, size = ROWS[algorithm].layout, len(parts)
     of_q, of_k = lengths or (None, None)
     rows = torch.cat([split(problem.rows, of_q, layout, r, size) for r in range(size)]).argsort()
     keys = torch.cat([split(problem.keys, of_k, layout, r, size) for r in range(size)]).argsort()
@@ -230,6 +259,7 @@ def check(
 ) -> None:
     """The ranks' shards, put together, are what dense attention gives."""
     parts = world.run(members, function, problem, algorithm, lengths, **options)
+    problem = fitted(problem, algorithm, len(members))
     found = assembled(parts, problem, algorithm, lengths)
-    worst = errors(found, dense(problem, ALGORITHMS[algorithm].causal))
+    worst = errors(found, dense(problem, ROWS[algorithm].causal))
     assert max(worst.values()) <= limit, worst

@@ -37,7 +37,7 @@ class Files:
         self._chance = random.Random(ranks.rank)
         self.moved = 0
 
-    def reserve(self, name: str, size: int) -> bool:
+    def reserve(self, ranks: Ranks, name: str, size: int) -> bool:
         if self._room is not None and size > self._room:
             return False
         have = self._memory.get(name)
@@ -94,7 +94,7 @@ def windowed(me: Rank, room: int | None = None) -> Iterator[Files]:
             window.moved += source.nbytes
         return copy(self, source, *args, **options)
 
-    api.window_of = lambda ranks, device, most: window if ranks.size > 1 else None
+    api.window_of = lambda ranks, device: window if ranks.size > 1 else None
     Tensor.copy_ = counted
     try:
         yield window

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from exact import Problem
+from exact import ROWS, Problem
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from world import Rank, World
 
 import fserver.ringx
 from fserver.errors import ConfigError, Error, ShapeError
 from fserver.ringx import (
-    api,
+    algorithms,
     arguments,
     kernels,
     layout_of,
@@ -29,15 +29,20 @@ from fserver.ringx import (
 )
 from fserver.ringx import reference as functions
 from fserver.ringx.algorithms import ALGORITHMS
-from fserver.ringx.schedules import Job
+from fserver.ringx.ranks import ranks_of
 
 FUNCTIONS = {f"X{name}": f"ringX{name}_attn_func" for name in "1 1o 2 2o 3 3b 4 4o".split()}
 
 
-def refused(me: Rank, calls: list[dict[str, Any]], only: int | None = None) -> list[str]:
-    """What each call raises, as type and text. `only` that rank makes the change, if one is."""
+def refused(
+    me: Rank, calls: list[dict[str, Any]], only: int | None = None, first: bool = True
+) -> list[str]:
+    """What each call raises, as type and text. `only` that rank makes the change, if one is. Each
+    is a `first` call, which the ranks compare."""
     found = []
     for call in calls:
+        if first:
+            ranks_of(me.group).kept.agreed.clear()
         call = dict(call)
         function = getattr(fserver.ringx, call.pop("function", "ringx_attention"))
         shapes = {"q": (1, 4, 2, 8), "k": (1, 4, 2, 8), "dtype": torch.float32}
@@ -106,7 +111,7 @@ REFUSED = [
     (
         {"layout": "contiguous"},
         "ConfigError: ringx: layout contiguous with algorithm X3, which needs zigzag parts (shard "
-        "by layout_of('X3', True), or use one of ['X2', 'X2o'])",
+        "by layout_of('X3', True), or use one of ['X2', 'X2o', 'ulysses'])",
     ),
     ({"layout": "contiguous", "agreed": True}, "ConfigError: ringx: layout contiguous with algo"),
     (
@@ -116,13 +121,19 @@ REFUSED = [
     (
         {"algorithm": "X2", "layout": "zigzag"},
         "layout zigzag with algorithm X2, which needs contiguous parts (shard by "
-        "layout_of('X2', True), or use one of ['X3', 'X3c', 'X4', 'X4o'])",
+        "layout_of('X2', True), or use one of ['X3', 'X4', 'X4o', 'ring'])",
     ),
     (
         {"algorithm": "X1", "causal": False, "layout": "zigzag"},
         "ConfigError: ringx: layout zigzag with algorithm X1, which needs contiguous parts (shard "
         "by layout_of('X1', False))",
     ),
+    (
+        {"algorithm": "ulysses", "q": (1, 4, 3, 8), "k": (1, 4, 1, 8)},
+        "ConfigError: ringx: q has 3 heads, and algorithm ulysses divides them over 2 ranks: want "
+        "a multiple of 2 (or use one of ['X2', 'X2o'])",
+    ),
+    ({"algorithm": "ring", "layout": "contiguous"}, "ring, which needs zigzag parts (shard by lay"),
     ({"layout": "striped"}, "ConfigError: ringx: layout 'striped': want one of ('contiguous', 'zi"),
 ]
 
@@ -139,9 +150,9 @@ def test_one_rank_that_is_wrong_is_an_error_on_all(world: World):
     calls.append({"layout": "contiguous"})
     answers = world.run((1, 2, 3), refused, calls, only=1)
     for rank, found in enumerate(answers):
-        for text in found:
-            want = "rank 1 of the group has refused its own arguments (see the error there)"
-            assert rank == 1 or want in text, found
+        for text, own in zip(found, answers[1], strict=True):
+            want = "Error: ringx: rank 1 of the group has refused its own arguments: "
+            assert rank == 1 or text.replace(want, "Error: ringx: ") == own, found
     assert "zigzag" in answers[1][0]
     assert "q.dtype" in answers[1][1]
     assert "layout contiguous with algorithm X3" in answers[1][2]
@@ -234,24 +245,9 @@ def odd(me: Rank, number: int) -> list[str]:
 def test_any_value_on_one_rank_is_an_error_on_all(world: World, number: int):
     answers = [answer for (answer,) in world.run((0, 1), odd, number)]
     assert ODD[number][1] in answers[1]
-    assert "rank 1 of the group has refused its own arguments (see the error there)" in answers[0]
-
-
-def test_where_a_rank_without_a_tensor_takes_part(monkeypatch: pytest.MonkeyPatch):
-    """On the GPU, if the others can be on one only or are most likely so."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
-    for backends, want in (
-        ({"cuda": "nccl"}, gpu),
-        ({"cpu": "gloo", "cuda": "nccl"}, gpu),
-        ({"cpu": "gloo", "cuda": "gloo"}, cpu),
-        ({"cpu": "gloo"}, cpu),
-    ):
-        monkeypatch.setattr(arguments, "_backends", lambda _, backends=backends: backends)
-        for q in (None, X.to("meta")):
-            assert arguments.device_of(None, q) == want
-    assert arguments.device_of(None, X) == cpu
+    assert answers[0] == answers[1].replace(
+        "ringx: ", "ringx: rank 1 of the group has refused its own arguments: ", 1
+    )
 
 
 def cause(me: Rank) -> str:
@@ -316,10 +312,11 @@ def test_deterministic(world: World):
     assert "rank 1 of the group has refused its own arguments" in first
     assert "ringx: deterministic True: torch decides which kernels it uses (call " in second
     arguments = X.as_subclass(OnGpu), 0.0, (-1, -1), None, True, False
-    assert "torch decides" in str(functions._reference_problem(*arguments))
+    with pytest.raises(ConfigError, match="torch decides"):
+        functions._check_reference(*arguments)
     torch.use_deterministic_algorithms(True)
     try:
-        assert functions._reference_problem(*arguments) is None
+        functions._check_reference(*arguments)
     finally:
         torch.use_deterministic_algorithms(False)
     assert refused_nothing(world, [{**REFERENCE, "deterministic": True}])
@@ -450,7 +447,7 @@ def test_signatures():
 
 
 def alike(me: Rank, algorithm: str, function: str) -> bool:
-    how = ALGORITHMS[algorithm]
+    how = ROWS[algorithm]
     mine = positions(24, how.layout, me.rank, me.size)
     q, k, v = (t[:, mine] for t in Problem().tensors()[:3])
     options = {"causal": how.causal, "group": me.group}
@@ -466,24 +463,35 @@ def test_functions_of_the_reference(world: World, algorithm: str):
     assert all(world.run((2, 3), alike, algorithm, FUNCTIONS[algorithm]))
 
 
-def test_auto_takes_what_moves_least(monkeypatch: pytest.MonkeyPatch):
-    def choice(rows: list[int], keys: list[int], causal: bool, heads: int = 8) -> str:
-        job = Job(None, 1.0, rows, keys, torch.float32, torch.float32)
-        q, k = (torch.empty(1, n[0], h, 64, dtype=torch.bfloat16, device="meta")
-                for n, h in ((rows, 8), (keys, heads)))  # fmt: skip
-        return api._auto(job, q, k, causal)
+LIMIT = algorithms.GATHER_LIMIT
 
-    assert choice([64] * 4, [64] * 4, True) == "X3"
-    assert choice([64] * 4, [64] * 4, False) == "X3b"
-    assert choice([4] * 4, [64] * 4, False) == "X1o"
-    assert choice([4] * 4, [64] * 4, False, heads=1) == "X1o"
-    assert choice([16] * 4, [64] * 4, False, heads=1) == "X3b"
-    assert choice([64] * 4, [64, 64, 64, 63], False) == "X1o"
-    gathered = 256 * 2 * 8 * 64 * (2 + 4)
-    monkeypatch.setattr(api, "GATHER_LIMIT", gathered)
-    assert choice([64] * 4, [64] * 4, True) == "X3"
-    monkeypatch.setattr(api, "GATHER_LIMIT", gathered - 1)
-    assert choice([64] * 4, [64] * 4, True) == "X4"
+
+@pytest.mark.parametrize(
+    ("causal", "tokens", "ranks", "more", "want"),
+    [
+        (True, 4096, 2, {}, "ring"),
+        (True, 8192, 2, {}, "ring"),
+        (True, 16384, 2, {}, "X3"),
+        (True, 8192, 2, {"copies": True}, "X3"),
+        (True, 8192, 2, {"on_gpu": False}, "X3"),
+        (True, 2048, 4, {}, "X3"),
+        (True, 4096, 1, {}, "X3"),
+        (True, 16384, 2, {"gathered": LIMIT}, "X3"),
+        (True, 16384, 2, {"gathered": LIMIT + 1}, "X4"),
+        (True, 4096, 2, {"gathered": LIMIT + 1}, "X4"),
+        (False, 4096, 2, {}, "ring"),
+        (False, 16384, 2, {}, "X3b"),
+        (False, 4096, 2, {"copies": True}, "X3b"),
+        (False, 4096, 4, {"gathered": LIMIT + 1}, "X3b"),
+        (False, 4096, 2, {"queries": 9}, "X1o"),
+        (False, 16384, 4, {"even": False}, "X1o"),
+    ],
+)
+def test_auto(causal: bool, tokens: int, ranks: int, more: dict[str, Any], want: str):
+    sizes = {"queries": 10, "keys": 10, "gathered": 0, **more}
+    assert algorithms.automatic(causal, tokens, ranks, **sizes) == want
+    how = algorithms.ALGORITHMS[want]
+    assert how.layout(causal) == layout_of("auto", causal)
 
 
 def automatic(me: Rank, causal: bool) -> Any:
@@ -493,7 +501,7 @@ def automatic(me: Rank, causal: bool) -> Any:
     return ringx_attention(q, k, v, causal=causal, group=me.group)
 
 
-def test_auto(world: World):
+def test_auto_is_exact(world: World):
     for causal, layout in ((True, "zigzag"), (False, "contiguous")):
         q, k, v = (t.transpose(1, 2) for t in Problem().tensors()[:3])
         want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -503,14 +511,12 @@ def test_auto(world: World):
 
 def test_layout_of():
     """It is what each algorithm works on, and what it accepts as layout=."""
-    for name, how in ALGORITHMS.items():
-        assert layout_of(name) == layout_of(name, how.causal) == how.layout
-    assert {name for name in ALGORITHMS if layout_of(name) == "zigzag"} == {
-        "X3",
-        "X3c",
-        "X4",
-        "X4o",
-    }
+    for name, causal, layout in ROWS.values():
+        assert layout_of(name, causal) == layout
+        if len(ALGORITHMS[name].masks) == 1:
+            assert layout_of(name) == layout
+    zigzag = [name for name, row in ROWS.items() if row.layout == "zigzag"]
+    assert zigzag == ["X3", "X4", "X4o", "ring"]
     assert layout_of("auto", True) == layout_of("auto", causal=True) == "zigzag"
     assert layout_of("auto", False) == "contiguous"
 
@@ -521,6 +527,7 @@ def test_layout_of():
         (("X9",), "ringx: algorithm 'X9': want auto or one of ['X1'"),
         ((3,), "ringx: algorithm 3: want auto or one of ['X1'"),
         (("auto",), "ringx: layout_of('auto') depends on the mask: want causal=True or"),
+        (("ring",), "ringx: layout_of('ring') depends on the mask: want causal=True or"),
         (("auto", 1), "ringx: causal 1 of type int: want True or False"),
         (("X3", 1), "ringx: causal 1 of type int: want True or False"),
         (("X1", True), "ringx: algorithm X1 with causal=True: its mask is full (use causal=False"),
@@ -534,15 +541,14 @@ def test_layout_of_refuses(arguments: Any, text: str):
 
 def accepted(me: Rank, algorithm: str) -> bool:
     """The answer is the same with the layout and without it."""
-    name, causal = (algorithm, ALGORITHMS[algorithm].causal) if algorithm else ("auto", True)
-    layout = layout_of(name, causal)
+    name, causal, layout = ROWS[algorithm] if algorithm else ("auto", True, "zigzag")
     q, k, v = (shard(t, layout, me.rank, me.size) for t in Problem().tensors()[:3])
     options = {"algorithm": name, "causal": causal, "group": me.group}
     want = ringx_attention(q, k, v, **options)
     return torch.equal(ringx_attention(q, k, v, layout=layout, **options), want)
 
 
-@pytest.mark.parametrize("algorithm", [*ALGORITHMS, ""])
+@pytest.mark.parametrize("algorithm", [*ROWS, ""])
 def test_layout_that_is_right(world: World, algorithm: str):
     assert all(world.run((0, 1), accepted, algorithm))
 
@@ -636,25 +642,23 @@ def test_choosing_a_kernel_copies_nothing(monkeypatch: pytest.MonkeyPatch):
 
 def captured(me: Rank) -> list[str]:
     """What a call says while the current stream of a GPU is captured."""
-    gpu = torch.device("cuda", 0)
-    said = []
+    ranks_of(me.group).kept.uneven = False
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        patch.setattr(torch.cuda, "device", lambda device: nullcontext())
-        patch.setattr(api, "device_of", lambda ranks, q: gpu)
-        for options in ({}, {"scale": -1.0}, {"agreed": True}):
-            said += refused(me, [options])
-        said += refused(me, [REFERENCE])
-    return said
+        patch.setattr(arguments, "capturing", lambda device: True)
+        said = refused(me, [{}, {"scale": -1.0}, {"agreed": True}, REFERENCE])
+    refused(me, [{}])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arguments, "capturing", lambda device: True)
+        return said + refused(me, [{}], first=False)
 
 
 def test_capture_without_agreed_is_an_error_before_anything_is_enqueued(world: World):
     """On each rank by itself: nothing can be exchanged in a capture, also not what is wrong."""
-    for without, wrong, agreed, reference in world.run((0, 1), captured):
+    for without, wrong, agreed, reference, known in world.run((0, 1), captured):
         assert without == (
-            "ConfigError: ringx: agreed False in the capture of a CUDA graph: ranks cannot compare "
-            "their arguments there (make one call before the capture, then capture "
-            "ringx_attention(agreed=True))"
+            "ConfigError: ringx: agreed None in the capture of a CUDA graph: ranks cannot compare "
+            "their arguments there (make the same call once before the capture, with agreed=None, "
+            "or capture ringx_attention(agreed=True))"
         )
         assert wrong == reference == without
-        assert agreed == "nothing"
+        assert agreed == known == "nothing"

@@ -28,7 +28,9 @@ def compiled(me: Rank, *args: Any, backend: str = "aot_eager", **options: Any) -
         exact.ringx_attention = ringx_attention
 
 
-@pytest.mark.parametrize("algorithm", ["X1o", "X2", "X3", "X3b", "X4o"])
+@pytest.mark.parametrize(
+    "algorithm", ["X1o", "X2", "X3", "X3b", "X4o", "ring", "ring full", "ulysses"]
+)
 def test_is_exact(world: World, algorithm: str):
     problem = Problem(batch=2, heads=4, kv_heads=2, sink=True)
     check(world, (1, 2, 3), problem, algorithm, function=compiled)

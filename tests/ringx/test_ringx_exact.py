@@ -11,19 +11,22 @@ import torch.distributed as dist
 from exact import (
     CAUSAL,
     NAMES,
+    ROWS,
     Problem,
     assembled,
     attend,
     check,
     dense,
     errors,
+    fitted,
     poisoned,
 )
+from exact import shard as shard_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from world import GROUPS, Rank, World
 
 from fserver.ringx import kernels, positions, ringx_attention, shard, unshard
-from fserver.ringx.algorithms import ALGORITHMS
 from fserver.ringx.ranks import Ranks
 
 THREE = (1, 2, 3)
@@ -93,7 +96,7 @@ def test_error_of_a_type_is_that_of_one_process(world: World, algorithm: str, dt
     shape = {"rows": 96, "keys": 96, "heads": 4, "kv_heads": 2, "dim": 16}
     # Several: one whose few numbers happen to be exact says nothing of a kernel.
     problems = [Problem(**shape, sink=True, dtype=dtype, seed=seed) for seed in range(4)]
-    wants = [dense(problem, ALGORITHMS[algorithm].causal) for problem in problems]
+    wants = [dense(problem, ROWS[algorithm].causal) for problem in problems]
 
     def worst(members: tuple[int, ...]) -> tuple[dict[str, float], float]:
         """The largest errors, and what of dsink's is that each process rounds its own."""
@@ -127,8 +130,8 @@ def test_other_kernels_can_be_chosen_and_types_stay(world: World):
 def kernels_of_backward(me: Rank, algorithm: str) -> tuple[set[str], str]:
     """The kernels of a backward outside of the context of its forward, and the one behind it."""
     q, k, v, *_ = (t.requires_grad_() for t in Problem(dtype=torch.float32).tensors())
-    where = positions(24, ALGORITHMS[algorithm].layout, me.rank, me.size)
-    options: Any = {"algorithm": algorithm, "causal": ALGORITHMS[algorithm].causal}
+    where = positions(24, ROWS[algorithm].layout, me.rank, me.size)
+    options: Any = {"algorithm": ROWS[algorithm].algorithm, "causal": ROWS[algorithm].causal}
     with sdpa_kernel(SDPBackend.MATH):
         out = ringx_attention(q[:, where], k[:, where], v[:, where], group=me.group, **options)
     names = set()
@@ -154,16 +157,22 @@ def test_backward_has_the_kernels_of_forward(world: World, algorithm: str):
 def perturbed(me: Rank, algorithm: str, position: int) -> tuple[bool, bool]:
     """Do rows before the position, and rows after it, stay what they were, when keys and values
     from there on are others?"""
-    q, k, v, *_ = Problem().tensors()
-    mine = positions(24, ALGORITHMS[algorithm].layout, me.rank, me.size)
+    q, k, v, *_ = fitted(Problem(), algorithm, me.size).tensors()
+    how = ROWS[algorithm]
+    mine = positions(24, how.layout, me.rank, me.size)
     k_after, v_after = k.clone(), v.clone()
     k_after[:, position:] += 1
     v_after[:, position:] -= 1
     with torch.no_grad():
         before, after = (
             ringx_attention(
-                q[:, mine], k[:, mine], v[:, mine], algorithm=algorithm, causal=True, group=me.group
-            )
+                q[:, mine],
+                k[:, mine],
+                v[:, mine],
+                algorithm=how.algorithm,
+                causal=True,
+                group=me.group,
+            )  # fmt: skip
             for k, v in ((k, v), (k_after, v_after))
         )
     past = mine < position
@@ -180,11 +189,11 @@ def test_the_future_has_no_influence(world: World, algorithm: str, position: int
 
 
 def without_grad(me: Rank, problem: Problem, algorithm: str) -> torch.Tensor:
-    how = ALGORITHMS[algorithm]
+    how = ROWS[algorithm]
     mine = positions(problem.rows, how.layout, me.rank, me.size)
     q, k, v = (t[:, mine].requires_grad_() for t in problem.tensors()[:3])
     with torch.no_grad():
-        out = ringx_attention(q, k, v, algorithm=algorithm, causal=how.causal, group=me.group)
+        out = ringx_attention(q, k, v, algorithm=how.algorithm, causal=how.causal, group=me.group)
     assert not out.requires_grad
     return out
 
@@ -193,8 +202,27 @@ def without_grad(me: Rank, problem: Problem, algorithm: str) -> torch.Tensor:
 def test_no_grad(world: World, algorithm: str):
     problem = Problem()
     parts = [{"out": out} for out in world.run((2, 3), without_grad, problem, algorithm)]
-    want = {"out": dense(problem, ALGORITHMS[algorithm].causal)["out"]}
+    want = {"out": dense(problem, ROWS[algorithm].causal)["out"]}
     assert errors(assembled(parts, problem, algorithm), want)["out"] <= 1e-12
+
+
+def checkpointed(me: Rank, algorithm: str) -> bool:
+    """Whether a forward that backward computes again gives the same gradients."""
+    how, problem = ROWS[algorithm], fitted(Problem(heads=4, kv_heads=2), algorithm, me.size)
+    leaves = shard_of(me, problem, how.layout).leaves
+
+    def attention(*qkv: torch.Tensor) -> torch.Tensor:
+        return ringx_attention(*qkv, algorithm=how.algorithm, causal=how.causal, group=me.group)
+
+    found = []
+    for call in (attention, lambda *qkv: checkpoint(attention, *qkv, use_reentrant=False)):
+        found.append(torch.autograd.grad(call(*leaves).square().sum(), leaves))
+    return all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+def test_checkpointing(world: World, algorithm: str):
+    assert all(world.run(THREE, checkpointed, algorithm))
 
 
 class Everywhere(torch.autograd.Function):
@@ -232,14 +260,14 @@ class Whole(torch.autograd.Function):
 def checked(me: Rank, algorithm: str) -> bool:
     """torch's own check of gradients against differences, of a function of the whole tensors that
     all ranks compute together, at the same points in the same order."""
-    how = ALGORITHMS[algorithm]
+    how = ROWS[algorithm]
     q, k, v, _, sink = Problem(rows=4, keys=4, heads=2, kv_heads=1, dim=2).tensors()
 
     def attention(*whole: torch.Tensor) -> torch.Tensor:
         *sequences, sink = Everywhere.apply(me, *whole)
         parts = (shard(t, how.layout, me.rank, me.size) for t in sequences)
-        options = {"sink": sink, "algorithm": algorithm, "causal": how.causal, "group": me.group}
-        return Whole.apply(me, how.layout, ringx_attention(*parts, **options))
+        options = {"sink": sink, "algorithm": how.algorithm, "causal": how.causal}
+        return Whole.apply(me, how.layout, ringx_attention(*parts, group=me.group, **options))
 
     return torch.autograd.gradcheck(attention, [t.requires_grad_() for t in (q, k, v, sink)])
 

@@ -1,5 +1,5 @@
 """Attention over ranks by every kernel of the device, beside one process alone: errors against
-float64, calls right behind each other, and CUDA graphs; and others' ways of tools/ringx_bench.py.
+float64, calls right behind each other, and CUDA graphs; and torch's ways of tools/ringx_bench.py.
 
 On the CPU this runs over gloo. On GPUs there are as many processes as RANKS says ("2 4" is the
 default, if there are so many GPUs), over NCCL. On a single GPU with RANKS, all processes share it,
@@ -20,19 +20,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from exact import Problem, Shard, call, dense, shard
+from exact import ROWS, Problem, Shard, call, dense, shard
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 from world import Rank, World
 
 from fserver.errors import ConfigError
 from fserver.ringx import kernels
-from fserver.ringx.algorithms import ALGORITHMS
 from fserver.ringx.kernels import Given
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-import ringx_ways  # noqa: E402
+import ringx_bench  # noqa: E402
 
 GPUS = torch.cuda.device_count()
 SIZES = os.environ.get("RANKS", "").split() or [n for n in (2, 4) if n <= GPUS] or ["gloo"]
@@ -79,15 +78,18 @@ def problem_of(me: Rank, dtype: torch.dtype, shape: tuple[int, int, int]) -> Pro
 
 
 def by(kernel: str) -> AbstractContextManager[Any]:
-    return sdpa_kernel(ringx_ways.KERNELS[kernel]) if kernel != "cpu" else nullcontext()
+    return sdpa_kernel(ringx_bench.KERNELS[kernel]) if kernel != "cpu" else nullcontext()
 
 
 def ours(me: Rank, causal: bool) -> Iterator[tuple[str, str, Call]]:
     """Name, layout and call of each algorithm with each option."""
-    for way in ringx_ways.of_ringx(causal):
-        name, *options = way.name.split()
-        given = dict.fromkeys(options, True)
-        yield way.name, way.layout, partial(call, me, algorithm=name, **given)
+    for way in ringx_bench.ways(causal, 0, torch.device("cpu")):
+        if way.of == "ringx":
+            name, *options = way.name.split()
+            row = next(row for row in ROWS if ROWS[row][:2] == (name, causal))
+            for agreed in (None, True):
+                given = {**dict.fromkeys(options, True), "agreed": agreed}
+                yield f"{way.name} {agreed}", way.layout, partial(call, me, algorithm=row, **given)
 
 
 def alone(problem: Problem, causal: bool) -> dict[str, Tensor]:
@@ -229,24 +231,20 @@ def test_replays_of_graphs(ranks: World, causal: bool):
 
 def errors_of_others(me: Rank, kernel: str, dtype: Any, causal: bool) -> dict[str, Any]:
     problem = problem_of(me, dtype, (SHAPES[0][0], 8, 4))
-
-    def calls() -> Iterator[tuple[str, str, Call]]:
-        for way in ringx_ways.ways(causal, problem.rows, torch.device(problem.device)):
-            torchs = way.name.startswith("torch")
-            if not (way.whole or way.name.split()[0] in ALGORITHMS or torchs and not ON_GPU):
-                yield way.name, way.layout, partial(attended, way)
-
+    found = ringx_bench.ways(causal, problem.rows, torch.device(problem.device))
+    calls = ((way.name, way.layout, partial(attended, way)) for way in found if way.of == "torch")
     with by(kernel):
-        return errors(me, problem, causal, calls())
+        return errors(me, problem, causal, calls)
 
 
-def attended(way: ringx_ways.Way, mine: Shard) -> dict[str, Tensor]:
+def attended(way: ringx_bench.Way, mine: Shard) -> dict[str, Tensor]:
     with way.around():
         out = way.attend(*mine.leaves)
         grads = torch.autograd.grad(out, mine.leaves, mine.dout)
     return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True))
 
 
+@pytest.mark.skipif(not ON_GPU, reason="torch's ways need GPUs")
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_others_are_right_too(ranks: World, kind: tuple, causal: bool):

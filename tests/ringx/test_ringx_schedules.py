@@ -13,12 +13,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from exact import EXACT, NAMES, Problem, assembled, attend, dense, errors, poison
+from exact import (
+    EXACT,
+    NAMES,
+    ROWS,
+    Problem,
+    assembled,
+    attend,
+    dense,
+    errors,
+    fitted,
+    poison,
+)
 from world import GROUPS, Rank, World
 
-from fserver.ringx import api, copies, kernels, positions, schedules
+from fserver.ringx import api, copies, heads, kernels, positions, ring, schedules
 from fserver.ringx.algorithms import ALGORITHMS
-from fserver.ringx.arguments import FACTS
+from fserver.ringx.ranks import Ranks
 
 COLLECTIVES = {  # the tensor whose bytes count: that of all ranks, where there are two
     "broadcast": 0,
@@ -26,6 +37,8 @@ COLLECTIVES = {  # the tensor whose bytes count: that of all ranks, where there 
     "all_reduce": 0,
     "all_gather_into_tensor": 0,
     "reduce_scatter_tensor": 1,
+    "all_to_all_single": 0,
+    "batch_isend_irecv": 0,
 }
 
 Traffic = dict[str, tuple[int, int]]  # count and bytes of each collective
@@ -33,16 +46,18 @@ Traffic = dict[str, tuple[int, int]]  # count and bytes of each collective
 
 def counted(
     me: Rank, problem: Problem, algorithm: str, agreed: bool, **options: Any
-) -> tuple[Traffic, int]:
-    """The collectives of a forward and a backward, and the calls of forward kernels."""
+) -> tuple[Traffic, int, int]:
+    """The collectives of a forward and a backward, calls of forward kernels, and comparisons."""
     seen: Traffic = {}
-    calls = 0
+    calls = asks = 0
     before = {name: getattr(dist, name) for name in COLLECTIVES}
-    forward = kernels.forward
+    forward, ask = kernels.forward, Ranks.ask
 
     def counting(name: str) -> Any:
         def collective(*args: Any, **options: Any) -> Any:
             tensor = args[COLLECTIVES[name]]
+            if name == "batch_isend_irecv":
+                (tensor,) = (op.tensor for op in tensor if op.op is dist.isend)
             count, size = seen.get(name, (0, 0))
             seen[name] = count + 1, size + tensor.numel() * tensor.element_size()
             return before[name](*args, **options)
@@ -54,44 +69,58 @@ def counted(
         calls += 1
         return forward(*args)
 
+    def asking(*args: Any) -> Any:
+        nonlocal asks
+        asks += 1
+        return ask(*args)
+
     for name in COLLECTIVES:
         setattr(dist, name, counting(name))
-    kernels.forward = kernel
+    kernels.forward, Ranks.ask = kernel, asking
     try:
         attend(me, problem, algorithm, agreed=agreed, **options)
     finally:
         for name in COLLECTIVES:
             setattr(dist, name, before[name])
-        kernels.forward = forward
-    return seen, calls
+        kernels.forward, Ranks.ask = forward, ask
+    return seen, calls, asks
 
 
-def formulas(problem: Problem, algorithm: str, size: int, asks: int) -> Traffic:
-    """The tables of docs/ringx.md."""
+def formulas(problem: Problem, algorithm: str, size: int) -> Traffic:
+    """The tables of docs/ringx.md; of a ring, what each rank sends."""
     element = problem.dtype.itemsize
     summed = max(element, 4)
     queries = problem.batch * problem.heads * problem.rows
     keys = 2 * problem.batch * problem.kv_heads * problem.keys * problem.dim
-    asked = asks, asks * 8 * len(FACTS) * size
     if algorithm in ("X1", "X1o", "X2", "X2o"):
         moved = queries * problem.dim * element + keys * element
         added = queries * (problem.dim + 1) * summed + keys * summed
         return {
-            "all_gather_into_tensor": asked,
             "broadcast": (2 * size, moved),
             "all_reduce": (size, queries * summed),
             "reduce": (2 * size, added),
         }
     if algorithm in ("X4", "X4o"):
         return {
-            "all_gather_into_tensor": asked,
             "broadcast": (2 * size, 2 * keys * element),
             "reduce": (size, keys * summed),
         }
-    parts = 2 if algorithm == "X3c" else 1
+    if algorithm.startswith("ring"):
+        if size == 1:
+            return {}
+        sent = 2 * (size - 1) * keys * element + size * keys * summed
+        return {"batch_isend_irecv": (3 * size - 2, sent // size)}
+    if algorithm.startswith("ulysses"):
+        times = heads.repeats(problem.kv_heads, size)
+        # A kernel of a CPU repeats heads, and adds up dk and dv in float32.
+        summed = 4 if problem.heads > problem.kv_heads * times else element
+        # q, out, dout, q, out and dq; k and v, again, and their gradients; lse, again
+        moved = 6 * queries * problem.dim * element + 2 * queries * 4
+        moved += times * keys * (2 * element + summed)
+        return {"all_to_all_single": (14, moved // size)}
     return {
-        "all_gather_into_tensor": (asked[0] + 2 * parts, asked[1] + 2 * keys * element),
-        "reduce_scatter_tensor": (parts, keys * summed),
+        "all_gather_into_tensor": (2, 2 * keys * element),
+        "reduce_scatter_tensor": (1, keys * summed),
     }
 
 
@@ -100,31 +129,30 @@ def formulas(problem: Problem, algorithm: str, size: int, asks: int) -> Traffic:
 @pytest.mark.parametrize("members", GROUPS[:4], ids=str)
 def test_moves_what_the_formulas_say(world: World, members, algorithm: str, agreed: bool):
     problem = Problem(batch=2, heads=4, kv_heads=2, dtype=torch.bfloat16)
-    want = formulas(problem, algorithm, len(members), 1 - agreed)
+    want = formulas(fitted(problem, algorithm, len(members)), algorithm, len(members))
     answers = world.run(members, counted, problem, algorithm, agreed)
-    for seen, _ in answers:
-        assert seen == {name: counts for name, counts in want.items() if counts[0]}
-    calls = max(calls for _, calls in answers)
-    most = {"X3": 3, "X3b": 3, "X3c": 4}.get(algorithm, len(members))
-    assert calls == min(2 * len(members) - 1 if algorithm == "X3c" else len(members), most)
+    for seen, _, asks in answers:
+        assert seen == want
+        assert asks == (not agreed)
+    calls = max(calls for _, calls, _ in answers)
+    most = {"X3": 3, "X3b": 3, "ulysses": 1, "ulysses full": 1}.get(algorithm, len(members))
+    assert calls == min(len(members), most)
 
 
-@pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-def test_calls_are_what_is_before_each_row(size: int, pieces: int):
-    """Whether the keys are gathered as they are or as halves."""
+def test_calls_are_what_is_before_each_row(size: int):
     half = 2
     places = [positions(size * 2 * half, "zigzag", rank, size).tolist() for rank in range(size)]
     for rank in range(size):
-        job = schedules.Job(_Place(rank, size), 1.0, (), (), torch.float32, torch.float32)
-        plan = schedules.planned(job, 2 * half, 2 * half, schedules.zigzag, pieces)
-        assert len(plan.calls) <= 1 + pieces
+        place, kind = _Place(rank, size), torch.float32
+        job = schedules.Job(place, schedules.zigzag, 1.0, (), (), kind, kind)
+        calls = schedules.planned(job, 2 * half, 2 * half)
+        assert len(calls) <= 2
         found = []
-        for call in plan.calls:
-            part = plan.parts[call.gathered]
+        for call in calls:
             for key in (key for keys in call.keys for key in range(keys.start, keys.stop)):
-                owner, place = divmod(key, part.stop - part.start)
-                seen = places[owner][part.start + place]
+                owner, at = divmod(key, 2 * half)
+                seen = places[owner][at]
                 found += [(places[rank][row], seen) for row in range(*call.rows.indices(2 * half))]
         others = [place for owner in range(size) if owner != rank for place in places[owner]]
         want = [(row, key) for row in places[rank] for key in others if key < row]
@@ -142,7 +170,9 @@ class _Place:
 
 def mutated(old: str, new: str) -> tuple[str, ModuleType]:
     """The one module that has this piece of text, with another in its place; and its name."""
-    found = {module.__name__: inspect.getsource(module) for module in (schedules, copies)}
+    found = {
+        module.__name__: inspect.getsource(module) for module in (schedules, copies, ring, heads)
+    }
     found = {name: text for name, text in found.items() if old in text}
     assert len(found) == 1, f"{old!r} is in {[*found]}"
     ((name, text),) = found.items()
@@ -159,7 +189,8 @@ def attend_mutated(
     me: Rank, problem: Problem, algorithm: str, old: str, new: str, **options: Any
 ) -> Any:
     name, module = mutated(old, new)
-    how = ALGORITHMS[algorithm]
+    row = ROWS[algorithm].algorithm
+    how = ALGORITHMS[row]
 
     def swapped(function: Any) -> Any:
         function = partial(function)
@@ -167,16 +198,14 @@ def attend_mutated(
             return function
         return partial(getattr(module, function.func.__name__), **function.keywords)
 
-    ALGORITHMS[algorithm] = how._replace(
-        forward=swapped(how.forward), backward=swapped(how.backward)
-    )
+    ALGORITHMS[row] = how._replace(forward=swapped(how.forward), backward=swapped(how.backward))
     if name == copies.__name__:
         api.by_copies = module
     try:
         with poison():
             return attend(me, problem, algorithm, **options)
     finally:
-        ALGORITHMS[algorithm] = how
+        ALGORITHMS[row] = how
         api.by_copies = copies
 
 
@@ -184,9 +213,9 @@ def made_wrong(
     world: World, function: Callable[..., Any], algorithm: str, old: str, new: str
 ) -> set[str]:
     """What is wrong of what three ranks find with a changed text."""
-    problem = Problem()
+    problem = fitted(Problem(), algorithm, 3)
     parts = world.run((0, 1, 2), function, problem, algorithm, old, new)
-    want = dense(problem, ALGORITHMS[algorithm].causal)
+    want = dense(problem, ROWS[algorithm].causal)
     found = errors(assembled(parts, problem, algorithm), want)
     return {name for name, error in found.items() if error > EXACT}
 
@@ -206,12 +235,13 @@ LOCAL = """rows, keys, causal = block
     ("algorithm", "old", "new", "wrong"),
     [
         ("X3", NOT_WRITTEN, "pass", {"dk", "dv"}),
-        ("X3c", NOT_WRITTEN, "pass", {"dk", "dv"}),
         ("X2", NOT_WRITTEN_X4, "pass", {"dk", "dv"}),
         ("X4", NOT_WRITTEN_X4, "pass", {"dk", "dv"}),
         ("X1", GLOBAL, LOCAL, {"dq", "dk", "dv"}),
         ("X3", GLOBAL, LOCAL, {"dq", "dk", "dv"}),
         ("X4", GLOBAL, LOCAL, {"dq", "dk", "dv"}),
+        ("ring", "dkv[block.keys, :, i] += grad", "dkv[block.keys, :, i] = grad", {"dk", "dv"}),
+        ("ulysses", ".sum(3, dtype=job.reduce_dtype)", "[:, :, :, 0]", {"dk", "dv"}),
     ],
 )
 def test_faults_are_seen(world: World, algorithm: str, old: str, new: str, wrong: set[str]):

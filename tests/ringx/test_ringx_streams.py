@@ -110,14 +110,14 @@ def whole(seed: int, causal: bool) -> list[Tensor]:
 def test_four_ranks(algorithm: str, together: int) -> None:
     """Calls with other numbers right behind each other; every rank against its rows of one GPU."""
     how = ALGORITHMS[algorithm]
-    problems = [whole(seed, how.causal) for seed in range(6)]
+    causal = True in how.masks
+    problems = [whole(seed, causal) for seed in range(6)]
     shared = Shared(2 * together * 2 * ROWS * KV_HEADS * DIM * 2)
-    options = {"blocks": how.blocks, "together": together}
 
     # Here, and each GPU to each: the first copies between two GPUs are not for many threads.
     parts = []
     for me, device in enumerate(shared.devices):
-        mine = positions(RANKS * ROWS, how.layout, me, RANKS, "cuda:0")
+        mine = positions(RANKS * ROWS, how.layout(causal), me, RANKS, "cuda:0")
         rows = [[t[:, mine].to(torch.bfloat16) for t in tensors[:4]] for tensors in problems]
         parts.append([[t.to(device) for t in tensors] for tensors in rows])
         for other in shared.devices:
@@ -131,21 +131,22 @@ def test_four_ranks(algorithm: str, together: int) -> None:
         window: Any = Window(shared, me)
         ranks: Any = SimpleNamespace(rank=me, size=RANKS)
         lengths = [ROWS] * RANKS
-        job = Job(ranks, DIM**-0.5, lengths, lengths, torch.float32, torch.bfloat16, window)
+        blocks = how.masks[causal]
+        job = Job(ranks, blocks, DIM**-0.5, lengths, lengths, torch.float32, torch.bfloat16, window)
         with torch.cuda.stream(torch.cuda.Stream(device)):
             for q, k, v, dout in parts[me]:
                 with window.call():
-                    out, lse = copies.forward(job, q, k, v, **options)
+                    out, lse = copies.forward(job, q, k, v, together=together)
                 given = Given(dout, q, k, v, out.contiguous(), lse)
                 with window.call():
-                    found.append([out, *copies.backward(job, given, **options)])
+                    found.append([out, *copies.backward(job, given, together=together)])
         torch.cuda.synchronize(device)
         return found
 
     with ThreadPoolExecutor(RANKS) as threads:
         answers = [*threads.map(rank, range(RANKS))]
     for me, found in enumerate(answers):
-        mine = positions(RANKS * ROWS, how.layout, me, RANKS, "cuda:0")
+        mine = positions(RANKS * ROWS, how.layout(causal), me, RANKS, "cuda:0")
         for number, (got, (*_, out, dq, dk, dv)) in enumerate(zip(found, problems, strict=True)):
             for name, a, b in zip(("out", "dq", "dk", "dv"), got, (out, dq, dk, dv), strict=True):
                 want = b[:, mine]
@@ -162,8 +163,8 @@ def capture() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         with pytest.raises(ConfigError, match="agreed False in the capture"):
-            ringx_attention(x, x, x, causal=True)
-        found = ringx_attention(x, x, x, causal=True, agreed=True)
+            ringx_attention(x, x, x, causal=True, agreed=False)
+        found = ringx_attention(x, x, x, causal=True)
     graph.replay()
     assert found.equal(want)
     dist.destroy_process_group()

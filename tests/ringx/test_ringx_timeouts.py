@@ -10,12 +10,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from exact import NAMES, Problem
+from exact import NAMES, ROWS, Problem, fitted
 from world import Rank, World
 
 import fserver
-from fserver.ringx import layout_of, ringx_attention, shard
-from fserver.ringx.algorithms import ALGORITHMS
+from fserver.ringx import ringx_attention, shard
+from fserver.ringx.ranks import ranks_of
 
 ALL, MEMBERS, ABSENT = (0, 1, 2, 3), [0, 1, 3], 1
 LIMIT = 0.5
@@ -58,12 +58,12 @@ def without_one(me: Rank, algorithm: str, step: str) -> tuple[str, str] | None:
         if me.rank not in MEMBERS:
             return None
         absent, rank = me.rank == ABSENT, MEMBERS.index(me.rank)
-        layout = layout_of(algorithm)
-        q, k, v = (shard(t, layout, rank, 3).requires_grad_() for t in Problem().tensors()[:3])
-        causal = ALGORITHMS[algorithm].causal
+        name, causal, layout = ROWS[algorithm]
+        problem = fitted(Problem(), algorithm, 3)
+        q, k, v = (shard(t, layout, rank, 3).requires_grad_() for t in problem.tensors()[:3])
 
         def forward() -> torch.Tensor:
-            options = {"algorithm": algorithm, "causal": causal, "group": group, "layout": layout}
+            options = {"algorithm": name, "causal": causal, "group": group, "layout": layout}
             return ringx_attention(q, k, v, agreed=step == "forward", **options)
 
         if step == "backward":
@@ -87,7 +87,7 @@ def check(answers: list[tuple[str, str] | None], step: str) -> None:
 def test_rank_that_does_not_call(world: World):
     answers = world.run(ALL, without_one, "X3", "comparing the arguments")
     check(answers, "comparing the arguments")
-    assert "the all-gather" in answers[0][1] and "longer timeout" in answers[0][1]
+    assert "connecting for comparisons" in answers[0][1] and "longer timeout" in answers[0][1]
 
 
 @pytest.mark.parametrize("step", ["forward", "backward"])
@@ -104,17 +104,18 @@ def test_owner_is_named(world: World):
 
 
 def left(me: Rank) -> tuple[str, str] | None:
-    """A rank leaves the group, as one does that ends."""
+    """A rank leaves the group behind its first call, as one does that ends."""
     group = dist.new_group(MEMBERS)
     if me.rank not in MEMBERS:
         return None
-    dist.barrier(group)  # connected
+    x = torch.ones(1, 4, 2, 8)
+    ringx_attention(x, x, x, causal=True, group=group)
     if me.rank == ABSENT:
+        ranks_of(group).kept.control = None  # closes its connections
         dist.destroy_process_group(group)
         return None
-    x = torch.ones(1, 4, 2, 8)
     with pytest.raises(fserver.Error) as error:
-        ringx_attention(x, x, x, causal=True, group=group)
+        ringx_attention(x, x, x, causal=True, group=group, agreed=False)
     dist.destroy_process_group(group)
     return type(error.value).__name__, str(error.value)
 
@@ -127,7 +128,7 @@ def test_rank_that_has_left(world: World):
         kind, text = answer
         assert kind == "Error", text
         assert text.startswith(
-            f"ringx: comparing the arguments: the all-gather failed on rank {rank}"
+            f"ringx: comparing the arguments: the comparison failed on rank {rank}"
         )
         assert REMEDY in text and "onnection" in text
 
@@ -142,7 +143,7 @@ def out_of_memory(me: Rank) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_gather_into_tensor", full)
         with pytest.raises(torch.OutOfMemoryError) as error:
-            ringx_attention(x, x, x, causal=True, group=me.group)
+            ringx_attention(x, x, x, causal=True, group=me.group, algorithm="X3")
     return str(error.value)
 
 

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import glob
-import os
-import random
-import time
 from typing import Any
 
 import pytest
 import torch
-from exact import Problem, assembled, attend, check, dense, errors
+from exact import ROWS, Problem, assembled, attend, check, dense, errors
 from files import in_window, in_window_poisoned, windowed
 from test_ringx_schedules import attend_mutated, counted, made_wrong
 from world import GROUPS, Rank, World
 
 import fserver
-from fserver.errors import Error
 from fserver.ringx import positions, ringx_attention, window
 from fserver.ringx.algorithms import ALGORITHMS
-from fserver.ringx.arguments import FACTS
-from fserver.ringx.ranks import Ranks
-from fserver.ringx.window import Board, window_of
+from fserver.ringx.ranks import Kept, Ranks
+from fserver.ringx.window import window_of
 
 NAMES = [name for name, how in ALGORITHMS.items() if how.together]
 THREE = (1, 2, 3)
@@ -59,7 +53,7 @@ def test_strided_tensors_and_repeated_backward(world: World, algorithm: str):
 
 def in_a_row(me: Rank, problems: list[Problem], algorithm: str) -> list[torch.Tensor]:
     """out of each problem, without a word between two."""
-    how = ALGORITHMS[algorithm]
+    how = ROWS[algorithm]
     found = []
     with windowed(me), torch.no_grad():
         for problem in problems:
@@ -75,7 +69,7 @@ def test_nobody_overwrites_what_others_want(world: World, algorithm: str):
     problems = [Problem(seed=seed) for seed in range(20)]
     parts = world.run((0, 1, 2, 3), in_a_row, problems, algorithm)
     for problem, found in zip(problems, zip(*parts, strict=True), strict=True):
-        want = dense(problem, ALGORITHMS[algorithm].causal)["out"].detach()
+        want = dense(problem, ROWS[algorithm].causal)["out"].detach()
         got = assembled([{"out": out} for out in found], problem, algorithm)["out"]
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
@@ -87,7 +81,7 @@ def test_keys_of_another_sequence(world: World):
 @pytest.mark.parametrize("algorithm", NAMES)
 def test_error_of_a_type_is_that_of_collectives(world: World, algorithm: str):
     problem = Problem(rows=96, keys=96, heads=4, kv_heads=2, dim=16, dtype=torch.bfloat16)
-    want = dense(problem, ALGORITHMS[algorithm].causal)
+    want = dense(problem, ROWS[algorithm].causal)
     found = {}
     for function in (attend, in_window):
         parts = world.run((0, 1, 2, 3), function, problem, algorithm)
@@ -99,7 +93,7 @@ def test_error_of_a_type_is_that_of_collectives(world: World, algorithm: str):
 def moved(me: Rank, problem: Problem, algorithm: str, room: int | None = None) -> Any:
     """Bytes that were copied, and collectives."""
     with windowed(me, room) as made:
-        collectives, _ = counted(me, problem, algorithm, False, copies=True)
+        collectives, *_ = counted(me, problem, algorithm, False, copies=True)
         return made.moved, collectives
 
 
@@ -113,7 +107,7 @@ def test_moves_what_the_formulas_say(world: World, members: tuple[int, ...], alg
         of_each = keys / size
         seen = (size - 1 - rank / 2) * of_each if algorithm != "X3b" else (size - 1) * of_each
         assert copied == 3 * seen  # keys forward, keys and gradients backward
-        assert collectives == {"all_gather_into_tensor": (1, 8 * len(FACTS) * size)}
+        assert collectives == {}
 
 
 def test_collectives_where_the_window_is_too_small(world: World):
@@ -138,7 +132,7 @@ def test_only_for_who_asks(world: World):
 
 
 def without_gpus(me: Rank) -> bool:
-    return window_of(Ranks(me.group), torch.device("cpu"), 1) is None
+    return window_of(Ranks(me.group), torch.device("cpu")) is None
 
 
 def test_none_without_gpus(world: World):
@@ -147,50 +141,53 @@ def test_none_without_gpus(world: World):
 
 def test_places(monkeypatch: pytest.MonkeyPatch):
     """Who turns off peer access for collectives gets no copies either."""
-    monkeypatch.setattr(window, "_gpu", lambda index: 7)
+    monkeypatch.setattr(window, "_gpu", lambda index: f"gpu {index}")
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     host, gpu = window._place(torch.device("cuda", 0))
-    assert host and gpu == 7
+    assert host and gpu == "gpu 0"
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    assert window._place(torch.device("cuda", 0)) == [0, 7]
+    assert window._place(torch.device("cuda", 0)) == ("", "gpu 0")
 
 
-def told(me: Rank, turns: int) -> bool:
-    """Numbers of many turns, by ranks that are late now and then."""
-    chance, board = random.Random(me.rank), Board(Ranks(me.group), torch.device("cpu"), 3)
-    right = True
-    for turn in range(turns):
-        if chance.random() < 0.2:
-            time.sleep(0.002)
-        found = board.gather([turn, -me.rank, 2**62 + turn], "telling")
-        right &= found == [[turn, -rank, 2**62 + turn] for rank in range(me.size)]
-    return right and not glob.glob("/dev/shm/fserver-ringx-*")
+@pytest.mark.parametrize(
+    ("others", "good"),
+    [
+        ([("a", "gpu 1")], True),
+        ([("a", "gpu 1"), ("a", "gpu 3")], False),
+        ([("a", "gpu 2")], False),
+        ([("a", "gpu 0")], False),
+        ([("b", "gpu 1")], False),
+    ],
+    ids=["reached", "not seen", "no peer access", "the same", "another host"],
+)
+def test_reach(monkeypatch: pytest.MonkeyPatch, others: list[tuple[str, str]], good: bool):
+    monkeypatch.setattr(window, "_gpu", lambda index: f"gpu {index}")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, two: two != 2)
+    assert window._reach(torch.device("cuda", 0), [("a", "gpu 0"), *others]) is good
+    assert not window._reach(torch.device("cuda", 0), [("", "gpu 0"), ("", "gpu 1")])
 
 
-def test_board(world: World):
-    assert all(world.run((0, 1, 2, 3), told, 300))
+class Told(Ranks):
+    """One rank, which hears what `ask` is said to return."""
+
+    def __init__(self, answers: list[object]):
+        self.size, self.kept, self.answers = 2, Kept(), iter(answers)
+
+    def ask(self, value: object, hint: str = "") -> list[object]:
+        return [value, next(self.answers)]
 
 
-def waits(me: Rank) -> str:
-    board = Board(Ranks(me.group), torch.device("cpu"), 1)
-    board._timeout = 0.05
-    if me.rank == 0:
-        return "late"
-    said = []
-    for _ in range(2):
-        try:
-            board.gather([1], "comparing")
-        except Error as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return "; ".join(said)
-
-
-def test_a_rank_that_does_not_come(world: World):
-    remedy = "The group is no longer usable: end its processes, or make a new group."
-    said = "TimeoutError: ringx: comparing: rank 0 of the group has not made the same call within "
-    said += f"0.05 s (see its output). {remedy}"
-    said += f"; Error: ringx: a rank of the group has missed an earlier call. {remedy}"
-    assert world.run(THREE, waits) == ["late", said, said]
+def test_one_rank_without_copies_is_none_for_all(monkeypatch: pytest.MonkeyPatch):
+    """Nobody makes a window, and nobody asks again."""
+    monkeypatch.setattr(window, "_place", lambda device: ("a", "gpu 0"))
+    monkeypatch.setattr(window, "_reach", lambda device, places: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(window, "_made", lambda *_: "a window")
+    for good, want in ((False, None), (True, "a window")):
+        ranks = Told([("a", "gpu 1"), good])
+        assert window_of(ranks, torch.device("cuda", 0)) == want
+        assert window_of(ranks, torch.device("cuda", 0)) == want
 
 
 def test_window_is_not_made_with_a_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch):
@@ -199,36 +196,9 @@ def test_window_is_not_made_with_a_rank_that_does_not_come(monkeypatch: pytest.M
     def missing(*_: object) -> None:
         raise fserver.TimeoutError("rank 1 does not come")
 
-    monkeypatch.setattr(window, "Board", missing)
-    monkeypatch.setattr(window, "_any", lambda *_: pytest.fail("asks the ranks again"))
+    monkeypatch.setattr(window, "Window", missing)
     with pytest.raises(fserver.TimeoutError, match="rank 1 does not come"):
-        window._made(None, torch.device("cuda", 0), 1)
-
-
-def no_file(me: Rank, at: int) -> str:
-    """One rank cannot create or open it."""
-    before = os.open
-
-    def refuses(path: Any, *args: Any) -> int:
-        if me.rank == at and str(path).startswith("/dev/shm/fserver"):
-            raise PermissionError("no")
-        return before(path, *args)
-
-    os.open = refuses
-    try:
-        Board(Ranks(me.group), torch.device("cpu"), 1)
-    except OSError as error:
-        return str(error)
-    finally:
-        os.open = before
-    return "nothing"
-
-
-def test_no_board_for_one_is_none_for_all(world: World):
-    other = "another rank of the group cannot open the file"
-    assert world.run((0, 1, 2), no_file, 1) == [other, "no", other]
-    assert "nothing" not in world.run((0, 1, 2), no_file, 0)
-    assert not glob.glob("/dev/shm/fserver-ringx-*")
+        window._made(Told([]), torch.device("cuda", 0))
 
 
 def mutated(me: Rank, *args: Any) -> Any:
