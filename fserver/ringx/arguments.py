@@ -313,11 +313,6 @@ def settled(
     try:
         check_arguments(ranks, q, k, v, sink, options)
         more()
-        if options.cu_seqlens is not None and capturing(q.device):
-            raise ConfigError(
-                "ringx: cu_seqlens in the capture of a CUDA graph: a graph would keep these "
-                "documents (capture without cu_seqlens)"
-            )
         facts = facts_of(q, k, v, sink, options, gradients)
         signature = q.device, *enabled(), *facts.values()
         if options.agreed:
@@ -333,12 +328,18 @@ def settled(
         problem.__cause__ = error
     if kept.broken:
         raise Error(f"ringx: a rank of the group has missed an earlier call. {UNUSABLE}")
+    captured = isinstance(q, Tensor) and capturing(q.device)
+    if captured and options.cu_seqlens is not None:
+        raise ConfigError(
+            "ringx: cu_seqlens in the capture of a CUDA graph: a graph would keep these documents "
+            "(capture without cu_seqlens)"
+        )
     if known:
         return known
     if problem and options.agreed is True:
         raise problem
-    if isinstance(q, Tensor) and capturing(q.device):
-        raise problem or ConfigError(
+    if captured:
+        raise ConfigError(
             f"ringx: agreed {options.agreed} in the capture of a CUDA graph: ranks cannot compare "
             "their arguments there (make the same call once before the capture, with agreed=None, "
             "or capture ringx_attention(agreed=True))"

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from world import Rank, World
 
 from fserver.errors import ConfigError, ShapeError
-from fserver.ringx import api, positions, ringx_attention, shard, unshard
+from fserver.ringx import arguments, positions, ringx_attention, shard, unshard
 
 RANKS = (0, 1), (1, 2, 3), (0, 1, 2, 3)
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
@@ -316,7 +316,7 @@ def test_layouts_refuse(call: Any, text: str):
 def captured(me: Rank) -> str:
     """A capture would keep the documents of its call."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as error:
-        patch.setattr(api, "capturing", lambda device: True)
+        patch.setattr(arguments, "capturing", lambda device: True)
         ringx_attention(X, X, X, causal=True, group=me.group, agreed=True, cu_seqlens=[0, 12])
     return str(error.value)
 
