@@ -82,7 +82,7 @@ bench() { # STEP NUMBER BENCHMARK OPTION...: both hosts run `fserver bench`
     line ok "$step" "the client has the figures"
     return
   }
-  line ok "$step" "$(awk -F '[": ,]+' '$2 == "transport" { way = $3 } $2 == "bytes_out" || $2 == "bytes" { count = $3 }
+  line ok "$step" "$(awk -F '[": ,]+' '$2 == "transport" && $3 ~ /^[a-z]/ { way = $3 } $2 == "bytes_out" || $2 == "bytes" { count = $3 }
     $2 == "p50_us" { found = found ", " count " B " int($3 + 0.5) " us" }
     $2 == "messages" { found = found ", " count " B " int($3) " messages/s" }
     END { print way found }' "$results/$step.json")"
