@@ -129,9 +129,12 @@ func (f *Fabric) look(p *link.Found) (got int, err error) {
 			e := &f.ev[j]
 			switch {
 			case e.Kind == transport.EvDone && e.User == 0: // of a frame
-			case e.Kind == transport.EvFrame && f.last != nil && f.last.conn == e.Conn && f.last.recvSmall(e.Data, p):
+			case e.Kind == transport.EvFrame:
+				if r := f.find(at, e.Conn); !r.recvSmall(e.Data, p) {
+					r.frame(e.Data, p)
+				}
 			default:
-				f.event(at, e, p)
+				f.event(at, e)
 			}
 		}
 		if bad != nil {
@@ -169,8 +172,8 @@ func (f *Fabric) measure() {
 	f.timed = f.timed[:0]
 }
 
-// event takes an event of member Fabric at.
-func (f *Fabric) event(at int, e *transport.Event, p *link.Found) {
+// event takes an event of member Fabric at that is no frame.
+func (f *Fabric) event(at int, e *transport.Event) {
 	if e.Kind == transport.EvFreed {
 		f.freed(at, e.User)
 		return
@@ -181,8 +184,6 @@ func (f *Fabric) event(at int, e *transport.Event, p *link.Found) {
 		f.accepted(r)
 	case transport.EvDone:
 		r.ended(e.User)
-	case transport.EvFrame:
-		r.frame(e.Data, p)
 	case transport.EvLent:
 		link.Drop(e)
 		r.breach(errors.New("rails: the peer lends memory, which rails does not"))

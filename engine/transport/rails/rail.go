@@ -172,10 +172,9 @@ func (r *rail) close() {
 	r.conn.Close()
 }
 
-// frame takes a frame of the peer.
+// frame takes a frame of the peer that recvSmall does not.
 func (r *rail) frame(data []byte, p *link.Found) {
 	switch {
-	case r.recvSmall(data, p):
 	case r.fresh:
 		r.f.greeted(r, data)
 	case r.c == nil:

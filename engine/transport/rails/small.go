@@ -68,7 +68,7 @@ func (c *Conn) posted(r *rail, ops []transport.Op, it item) {
 	}
 	r.load += bytes
 	r.stat.sent += bytes + uint64(len(k.frame)-headerLen)
-	if bytes <= mostCopied && !f.local {
+	if last > 0 && bytes <= mostCopied && !f.local {
 		c.copySources(k, bytes)
 	}
 	f.asked[r.at].seen = f.polls
