@@ -127,7 +127,7 @@ def _logged(run: Run, case: Case, iters: int, at: int) -> str:
         for role, rank in members(options, case.place):
             env = {**common, "DMLC_ROLE": role, "DMLC_NODE_RANK": str(rank)}
             if "gpu" in memory.get(role, ""):
-                gpu = seen(common) - 1 if role == "server" else 0
+                gpu = seen(os.environ) - 1 if role == "server" else 0
                 env |= {"STEPMESH_BACKEND": "GPU", "STEPMESH_GPU": str(gpu)}
             core = ",".join(map(str, pinned.get(role, ())))
             taskset = ["taskset", "-c", core] if core else []
