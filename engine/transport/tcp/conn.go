@@ -15,6 +15,7 @@ type Conn struct {
 	// The owner of the Fabric guards all below.
 	readable bool  // the socket may have bytes; for the visit that comes next
 	hidden   bool  // epoll does not watch for bytes, because Poll looks each time
+	outside  bool  // epoll does not watch for anything
 	armed    bool  // epoll waits for the socket to take bytes
 	txErr    error // why sending ended; what the peer had sent before is still read
 	tx       tx

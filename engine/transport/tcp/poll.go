@@ -63,9 +63,9 @@ func (f *Fabric) guess() *Conn {
 	return nil
 }
 
-// hideAfter is after how many reads in a row from one Conn epoll is told to
-// leave it alone, until Arm: telling an epoll of each packet, and the
-// epoll around that, is a part of what sending to a socket costs.
+// hideAfter is after how many reads in a row from one Conn its socket is taken out of
+// epoll, until Arm: telling an epoll of each packet, and the epoll around that, is a part
+// of what sending to a socket costs, 0.3 µs of a round trip even if it watches for nothing.
 const hideAfter = 64
 
 // hide says whether epoll is to leave c alone. Of the Conns only recent may be
@@ -86,7 +86,14 @@ func (f *Fabric) watch(c *Conn) {
 	if c.armed {
 		ev.Events |= unix.EPOLLOUT
 	}
-	if err := unix.EpollCtl(f.Epoll, unix.EPOLL_CTL_MOD, c.FD, &ev); err != nil {
+	how := unix.EPOLL_CTL_MOD
+	switch {
+	case ev.Events == 0:
+		how, c.outside = unix.EPOLL_CTL_DEL, true
+	case c.outside:
+		how, c.outside = unix.EPOLL_CTL_ADD, false
+	}
+	if err := unix.EpollCtl(f.Epoll, how, c.FD, &ev); err != nil {
 		f.fail(c, fmt.Errorf("watch the socket: %w", err))
 	}
 }

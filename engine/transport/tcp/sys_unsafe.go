@@ -26,11 +26,16 @@ type iovec struct {
 // A vec is the argument of one call that gathers or scatters. It lives in a
 // Fabric and is used by its owner.
 type vec struct {
-	hdr unix.Msghdr
-	iov [maxVec]iovec
-	n   int
-	sum uint64 // bytes of all pieces
+	hdr  unix.Msghdr
+	iov  [maxVec]iovec
+	n    int
+	sum  uint64 // bytes of all pieces
+	flat [flatMost]byte
 }
+
+// flatMost is up to how many bytes pieces are copied to one for the cheaper call: a round trip over loopback
+// takes 0.25 µs less with 64 bytes in a push and an answer, and 0.1 µs less with 4 KiB.
+const flatMost = 8 << 10
 
 func (v *vec) reset() { v.n, v.sum = 0, 0 }
 
@@ -56,6 +61,13 @@ func (v *vec) full() bool { return v.n == maxVec }
 func (v *vec) send(fd int) (int, unix.Errno) {
 	if v.n == 1 {
 		return v.iov[0].send(fd)
+	}
+	if v.sum <= flatMost {
+		b := v.flat[:0]
+		for i := range v.n {
+			b = append(b, v.piece(i)...)
+		}
+		return of(b).send(fd)
 	}
 	v.point()
 	return result(unix.RawSyscall(unix.SYS_SENDMSG, uintptr(fd), uintptr(unsafe.Pointer(&v.hdr)), sendFlags))
