@@ -38,3 +38,38 @@ func TestTimer(t *testing.T) {
 		soon.stop()
 	}))
 }
+
+// TestTimerOfHabit: where callers have come in time, the timer runs on when it is stopped, tells nobody of that, and
+// rings within patience for the first that does not come. Then it is exact again.
+func TestTimerOfHabit(t *testing.T) {
+	var soon timer
+	require.NoError(t, soon.open())
+	defer unix.Close(soon.fd)
+	for range habit {
+		soon.set(time.Hour)
+		soon.stop()
+	}
+	require.False(t, soon.runs.Load())
+	soon.set(time.Hour)
+	require.True(t, soon.runs.Load())
+	soon.stop()
+	require.True(t, rings(soon.fd, 10*time.Second))
+	require.False(t, soon.over(), "a caller came")
+	require.False(t, rings(soon.fd, 20*time.Millisecond))
+	soon.set(time.Hour)
+	require.True(t, rings(soon.fd, 10*time.Second))
+	require.True(t, soon.over())
+	soon.set(time.Hour)
+	require.False(t, rings(soon.fd, 20*time.Millisecond))
+	soon.stop()
+	for range habit { // it runs for patience at the end, when an exact one takes its place
+		soon.set(time.Hour)
+		soon.stop()
+	}
+	soon.set(time.Hour)
+	soon.inTime.Store(0)
+	soon.stop()
+	soon.set(time.Hour)
+	require.False(t, soon.runs.Load())
+	require.False(t, rings(soon.fd, 20*time.Millisecond))
+}
