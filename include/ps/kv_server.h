@@ -139,14 +139,14 @@ private:
   public:
     explicit TheApp(KVServer &server) : server_(server) {}
     bool ready() const override { return static_cast<bool>(server_.handle_); }
-    void take(const detail::Taken &taken) override { server_.take(taken); }
+    void take(const detail::Taken &taken) override { server_.serve(taken); }
     void tend() override { server_.tend(); }
 
   private:
     KVServer &server_;
   };
 
-  void take(const detail::Taken &t) {
+  void serve(const detail::Taken &t) {
     const detail::Head &h = t.head;
     KVMeta meta;
     meta.cmd = h.cmd;
