@@ -42,9 +42,9 @@ func (b *bell) hush() bool {
 // small message takes, above all where both share a core: 33 µs of 93 (GPU tensors of 4 KiB over TCP).
 const callerComes = 50 * time.Microsecond
 
-// To start a timer that ends before all others of a core, and to stop it, makes a virtual machine leave to its host: 5 to
-// 15 µs for both. Where callers have come in time so often in a row, the timer runs for patience, and is
-// neither started nor stopped for each of them. The first time that none comes is then noticed as late as that.
+// On a virtual machine it takes 10 µs to start and stop a timer that ends before all others of its core, because the host
+// has to be told. After habit callers in a row that came in time, the timer therefore runs for patience, and is
+// neither started nor stopped for each of them. The first caller that does not come is noticed after patience.
 const (
 	habit    = 8
 	patience = 4 * time.Millisecond
@@ -54,8 +54,8 @@ const (
 type timer struct {
 	fd      int
 	pending atomic.Bool
-	inTime  atomic.Int32 // how often in a row it was stopped before
-	runs    atomic.Bool  // for patience, also when it is stopped
+	inTime  atomic.Int32 // stops in a row before its time, at most habit
+	runs    atomic.Bool  // it was started for patience, and runs on when it is stopped
 }
 
 func (t *timer) open() (err error) {
@@ -98,7 +98,7 @@ func (t *timer) over() bool {
 	if n, _ := unix.Read(t.fd, buf[:]); n != len(buf) {
 		return false
 	}
-	t.runs.Store(false) // before pending: a set between both starts it again
+	t.runs.Store(false) // before pending, so that a set between the two starts it again
 	if !t.pending.Swap(false) {
 		return false
 	}

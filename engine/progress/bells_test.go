@@ -39,8 +39,8 @@ func TestTimer(t *testing.T) {
 	}))
 }
 
-// TestTimerOfHabit: where callers have come in time, the timer runs on when it is stopped, tells nobody of that, and
-// rings within patience for the first that does not come. Then it is exact again.
+// TestTimerOfHabit: after callers that came in time, the timer runs on when it is stopped. Its end is then no news, but
+// it rings within patience for the first caller that does not come, and is exact again.
 func TestTimerOfHabit(t *testing.T) {
 	var soon timer
 	require.NoError(t, soon.open())
@@ -62,7 +62,7 @@ func TestTimerOfHabit(t *testing.T) {
 	soon.set(time.Hour)
 	require.False(t, rings(soon.fd, 20*time.Millisecond))
 	soon.stop()
-	for range habit { // it runs for patience at the end, when an exact one takes its place
+	for range habit { // an exact time replaces patience
 		soon.set(time.Hour)
 		soon.stop()
 	}

@@ -230,7 +230,7 @@ def test_replays_of_graphs(ranks: World, causal: bool):
 
 
 def errors_of_others(me: Rank, kernel: str, dtype: Any, causal: bool) -> dict[str, Any]:
-    heads = (8, 8) if kernel == "efficient" else (8, 4)  # which has no grouped heads in torch
+    heads = (8, 8) if kernel == "efficient" else (8, 4)  # it takes no grouped heads
     problem = problem_of(me, dtype, (SHAPES[0][0], *heads))
     found = ringx_bench.ways(causal, problem.rows, torch.device(problem.device))
     calls = ((way.name, way.layout, partial(attended, way)) for way in found if way.of == "torch")
