@@ -20,12 +20,14 @@ namespace fserver {
 // call. A Memory must live for as long as a call that is under way names it.
 class Memory {
 public:
-  // Allocates bytes zeros of the CPU, in whole pages. Throws std::bad_alloc.
+  // Allocates bytes zeros of the CPU, in pages of their own. Throws std::bad_alloc.
   explicit Memory(std::size_t bytes) : Memory(nullptr, bytes, kCpu, kOwn) {
-    data_ = std::aligned_alloc(kPage, pages(bytes));
-    if (!data_)
+    const std::size_t all = pages(kLead + bytes);
+    void *const start = all < bytes ? nullptr : std::aligned_alloc(kPage, all);
+    if (!start)
       throw std::bad_alloc();
-    std::memset(data_, 0, pages(bytes));
+    std::memset(start, 0, all);
+    data_ = static_cast<char *>(start) + kLead;
   }
 
   // Names memory of the caller's, of the CPU or of a GPU. It must be a whole allocation or lie in
@@ -59,13 +61,13 @@ public:
   ~Memory() {
     if (detail::forked.load()) { // no engine here, which has the shared memory
       if (kind_ == kOwn)
-        std::free(data_);
+        std::free(start());
       return;
     }
     if (number_)
       detail::Nodes::all().forget(number_);
     if (kind_ == kOwn)
-      std::free(data_);
+      std::free(start());
     else if (kind_ == kShared && shared_)
       fs_shared_free(shared_);
   }
@@ -93,6 +95,9 @@ public:
 private:
   enum Kind { kForeign, kOwn, kShared };
   static constexpr std::size_t kPage = 4096;
+  // Copies between two addresses of the same offset in a page are some percent slower, and the
+  // kernel's buffers of a socket begin with a page.
+  static constexpr std::size_t kLead = 256;
 
   Memory(void *data, std::size_t bytes, int device, Kind kind)
       : data_(data), bytes_(bytes), number_(next()), device_(device),
@@ -103,7 +108,11 @@ private:
     return ++last;
   }
   static std::size_t pages(std::size_t bytes) {
-    return bytes ? (bytes + kPage - 1) / kPage * kPage : kPage;
+    return (bytes + kPage - 1) / kPage * kPage;
+  }
+  // What std::aligned_alloc gave.
+  void *start() const noexcept {
+    return data_ ? static_cast<char *>(data_) - kLead : nullptr;
   }
   void swap(Memory &o) noexcept {
     std::swap(data_, o.data_);

@@ -72,6 +72,10 @@ CASE(memory) {
   EXPECT_EQ(other.bytes(), 1000u);
   EXPECT_EQ(m.data(), nullptr);
   EXPECT(Memory(8).tensor(DType::kInt64, {1}).alloc != t.alloc);
+  for (const std::size_t less : {std::size_t(0), std::size_t(1000)}) {
+    const volatile std::size_t most = SIZE_MAX - less;
+    EXPECT_THROW(std::bad_alloc, "", Memory made(most));
+  }
 
   double mine[4];
   const Memory named = Memory::of(mine, sizeof mine);

@@ -194,7 +194,7 @@ func behind(op *transport.Op, before []held) bool {
 
 // pass posts an op on the inner Conn.
 func (c *Conn) pass(op *transport.Op, o owner) (taken bool, err error) {
-	k, err := c.Pass(op, o, nil)
+	k, err := c.Pass(op, o, nil, nil)
 	return k == 1, err
 }
 

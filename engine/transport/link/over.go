@@ -75,11 +75,11 @@ type OverConn[T any] struct {
 	Open           int    // operations with an owner that it has not ended
 	owners         []T    // by their User, from 1 on
 	free           []uint64
-	scratch        [2]transport.Op
+	scratch        [3]transport.Op
 }
 
-// Pass posts an operation of owner's on the inner Conn. It returns how many were taken.
-func (c *OverConn[T]) Pass(op *transport.Op, owner T, behind []byte) (taken int, err error) {
+// Pass is PassAs for an operation of owner's.
+func (c *OverConn[T]) Pass(op *transport.Op, owner T, behind []byte, then *transport.Op) (taken int, err error) {
 	if len(c.free) == 0 {
 		c.owners = append(c.owners, owner)
 		c.free = append(c.free, uint64(len(c.owners)))
@@ -87,7 +87,7 @@ func (c *OverConn[T]) Pass(op *transport.Op, owner T, behind []byte) (taken int,
 	last := len(c.free) - 1
 	user := c.free[last]
 	c.owners[user-1] = owner
-	taken, err = c.PassAs(op, user|c.Mark, behind)
+	taken, err = c.PassAs(op, user|c.Mark, behind, then)
 	if taken > 0 {
 		c.Open++
 		c.free = c.free[:last]
@@ -95,15 +95,16 @@ func (c *OverConn[T]) Pass(op *transport.Op, owner T, behind []byte) (taken int,
 	return taken, err
 }
 
-// PassAs posts an operation on the inner Conn with another User, and right behind it a frame of ours that passes, if it
-// is not empty. It returns how many of the two were taken.
-func (c *OverConn[T]) PassAs(op *transport.Op, user uint64, behind []byte) (taken int, err error) {
-	c.scratch[0] = *op
-	c.scratch[0].User = user
-	ops := c.scratch[:1]
+// PassAs posts an operation on the inner Conn with another User, right behind it a frame of ours that passes, if it
+// is not empty, and then another operation as it is, if there is one. It returns how many of them were taken.
+func (c *OverConn[T]) PassAs(op *transport.Op, user uint64, behind []byte, then *transport.Op) (taken int, err error) {
+	ops := append(c.scratch[:0], *op)
+	ops[0].User = user
 	if len(behind) > 0 {
-		c.scratch[1] = transport.Op{Kind: transport.OpFrame, Frame: behind, User: c.Mark, Passes: true}
-		ops = c.scratch[:]
+		ops = append(ops, transport.Op{Kind: transport.OpFrame, Frame: behind, User: c.Mark, Passes: true})
+	}
+	if then != nil {
+		ops = append(ops, *then)
 	}
 	taken, err = c.Conn.Post(ops)
 	clear(c.scratch[:])

@@ -35,7 +35,7 @@ func (c *Conn) IsPlain(op *transport.Op) bool {
 	}
 	switch op.Kind {
 	case transport.OpFrame:
-		return len(op.Frame) == 0 || op.Frame[0] != escape
+		return !escaped(op.Frame)
 	case transport.OpWrite:
 		return op.Key.Blob == "" || !ofShadow(op.Key)
 	}
@@ -64,7 +64,7 @@ func (c *Conn) Take(op *transport.Op) (taken bool, err error) {
 	case gpu && op.Kind != transport.OpWrite:
 		return false, fmt.Errorf("stage: post: an operation of kind %d has memory on %v: only writes may have GPU memory", op.Kind, op.Dev)
 	case !gpu || n == 0 || !waits && c.f.reads(op):
-		return c.write(op, n, piece{})
+		return c.write(op, n, piece{}, nil)
 	}
 	return c.Line.Push(op, item{n: n}), nil
 }

@@ -173,3 +173,58 @@ func TestNobodyHasAGPU(t *testing.T) {
 	require.NoError(t, f.Close())
 	require.NoError(t, mem.Unmap(host))
 }
+
+// posts notes how many operations of each Post a Conn takes, and takes no more than most of them.
+type posts struct {
+	transport.Conn
+	most  int
+	taken []int
+}
+
+func (c *posts) Post(ops []transport.Op) (int, error) {
+	n, err := c.Conn.Post(ops[:min(len(ops), c.most)])
+	if n > 0 {
+		c.taken = append(c.taken, n)
+	}
+	return n, err
+}
+
+// TestTogether: the last piece of a write, the word of what to lift, and the frame behind go to inner at once, for a
+// transport to make one packet of them. If it takes only some, the others follow.
+func TestTogether(t *testing.T) {
+	for _, c := range []struct {
+		name  string
+		most  int
+		bytes uint64
+		frame string
+		want  []int
+	}{
+		{"one piece", 3, 4096, "frame", []int{3}},
+		{"two pieces", 3, pieceLeast + 1, "frame", []int{2, 3}},
+		{"a frame like ours", 3, 4096, "\xff", []int{2, 2}},
+		{"without the frame", 2, 4096, "frame", []int{2, 1}},
+		{"one by one", 1, 4096, "frame", []int{1, 1, 1}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			g := fakegpu.New()
+			a, b := pairOf(t, g, overTCP)
+			src, dst := onGPU(t, g, c.bytes, 5), onGPU(t, g, c.bytes, 1)
+			k := b.Key(t, dst)
+			a.Post(t, write(k, src, transport.Point{})) // makes the stream
+			until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
+			in := &posts{Conn: ours(a).Conn, most: c.most}
+			ours(a).Conn = in
+			point, open := heldUp(t, g, a.F)                          // else a piece may be ready before the frame is posted
+			ops := append(write(k, src, point), text(c.frame, false)) // and no mark between them
+			n, err := a.C.Post(ops)
+			require.NoError(t, err)
+			require.Len(t, ops, n)
+			open()
+			until(t, a, b, func() bool { return len(b.Frames) == 1 && len(a.Done) == 3 })
+			ours(a).Conn = in.Conn
+			require.Equal(t, c.want, in.taken)
+			require.Equal(t, c.frame, b.Frames[0])
+			holds(t, g, dst, 5)
+		})
+	}
+}

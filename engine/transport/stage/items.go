@@ -107,7 +107,7 @@ func (c *Conn) startHeld(w *waiting) bool {
 	if !passed || err != nil {
 		return false
 	}
-	taken, err := c.write(&w.Op, w.Is.n, piece{})
+	taken, err := c.write(&w.Op, w.Is.n, piece{}, nil)
 	return c.Took(w, taken, err)
 }
 
@@ -123,7 +123,7 @@ func (c *Conn) hand(w *waiting) bool {
 	it := &w.Is
 	switch it.way {
 	case wayBehind:
-		if c.Err != nil {
+		if c.Err != nil || w.Over {
 			return true
 		}
 		taken, err := c.send(&w.Op)

@@ -21,21 +21,24 @@ const liftLen = 2 + 4*8
 
 var bareNext = []byte{escape, kindBare}
 
+// escaped says whether a frame of the user's looks like one of ours.
+func escaped(frame []byte) bool { return len(frame) > 0 && frame[0] == escape }
+
 // send hands inner a frame or a loan of the user's.
 func (c *Conn) send(op *transport.Op) (taken bool, err error) {
 	if !c.Flush() {
 		return false, nil
 	}
-	if b := op.Frame; len(b) > 0 && b[0] == escape && len(b) <= transport.MaxFrame {
-		c.Trailer = append(c.Trailer, b...)
+	if escaped(op.Frame) && len(op.Frame) <= transport.MaxFrame {
+		c.Trailer = append(c.Trailer, op.Frame...)
 		op = &transport.Op{Kind: transport.OpFrame, User: op.User, Frame: bareNext}
 	}
 	return c.Hand(op, op.User)
 }
 
-// write hands inner a write of n bytes, of the user's own or a piece of one. The peer lifts them if the key is of a
-// shadow.
-func (c *Conn) write(op *transport.Op, n uint64, p piece) (taken bool, err error) {
+// write hands inner a write of n bytes: one of the user's own, or a piece of one. A piece may take along the operation that
+// waits behind its write (then). The peer lifts the bytes if the key is of a shadow.
+func (c *Conn) write(op *transport.Op, n uint64, p piece, then *waiting) (taken bool, err error) {
 	if !c.Flush() {
 		return false, nil
 	}
@@ -51,7 +54,7 @@ func (c *Conn) write(op *transport.Op, n uint64, p piece) (taken bool, err error
 		}
 	}
 	if p.Of != nil {
-		return c.HandPiece(&host, p)
+		return c.HandPiece(&host, p, then)
 	}
 	return c.Hand(&host, op.User)
 }
@@ -62,7 +65,7 @@ func field(b []byte, i int) uint64 { return binary.LittleEndian.Uint64(b[2+8*i:]
 // Frame implements over.Conn.
 func (c *Conn) Frame(b []byte, p *link.Found) error {
 	switch {
-	case c.bare || len(b) == 0 || b[0] != escape:
+	case c.bare || !escaped(b):
 		c.bare = false
 		return c.ArriveFrame(b, c.landed, p)
 	case len(b) == liftLen && b[1] == kindLift:

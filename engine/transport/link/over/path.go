@@ -193,16 +193,28 @@ func (c *Path[I]) Hand(op *transport.Op, user uint64) (taken bool, err error) {
 	return c.handed(c.pass(op, user, c.Trailer))
 }
 
-// HandPiece is Hand for a piece of an operation that waits.
-func (c *Path[I]) HandPiece(op *transport.Op, p Piece[I]) (taken bool, err error) {
-	return c.handed(c.Pass(op, p, c.Trailer))
+// HandPiece is Hand for a piece of an operation that waits. If then is not nil, it is the operation right behind that one, and
+// is posted with the piece. It is over here when inner has taken it.
+func (c *Path[I]) HandPiece(op *transport.Op, p Piece[I], then *link.Waiting[I]) (taken bool, err error) {
+	all, last := 1, (*transport.Op)(nil)
+	if len(c.Trailer) > 0 {
+		all++
+	}
+	if then != nil {
+		all, last = all+1, &then.Op
+	}
+	k, err := c.Pass(op, p, c.Trailer, last)
+	if then != nil && k == all {
+		c.Line.Finish(then)
+	}
+	return c.handed(k, err)
 }
 
 func (c *Path[I]) pass(op *transport.Op, user uint64, behind []byte) (int, error) {
 	if c.base.Below {
 		defer c.base.Calls.Leave().Back()
 	}
-	return c.PassAs(op, user, behind)
+	return c.PassAs(op, user, behind, nil)
 }
 
 func (c *Path[I]) handed(k int, err error) (taken bool, _ error) {
