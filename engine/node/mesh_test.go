@@ -39,8 +39,10 @@ type mesh struct {
 type shape struct{ workers, servers, instances int }
 
 func (s shape) settings(role string, group, instance int, port string, extra ...string) []string {
-	// Of two entries with one name the later counts.
+	// Of two entries with one name the later counts. All nodes are in one process: one that spins for the usual
+	// 1 ms keeps the others from running.
 	return append([]string{
+		"FSERVER_SPIN_US=100",
 		"DMLC_ROLE=" + role,
 		fmt.Sprintf("DMLC_NUM_WORKER=%d", s.workers),
 		fmt.Sprintf("DMLC_NUM_SERVER=%d", s.servers),

@@ -283,7 +283,7 @@ func (r *restarts) serve(n *Node, _ uint64) error {
 	var sink batch
 	y, last := tensor(r.t, 0, 2*railSplit), uint64(0)
 	for !r.quit[1].Load() {
-		err := n.GetBatch(&sink, 0, time.Millisecond, true)
+		err := n.GetBatch(&sink, 0, 10*time.Millisecond, false)
 		if err == ErrAgain || !r.patient && r.excused(err) {
 			continue
 		} else if err != nil {

@@ -11,6 +11,7 @@ import (
 
 	"fserver/engine/cluster"
 	"fserver/engine/exchange"
+	"fserver/engine/peers"
 	"fserver/engine/transport"
 	"fserver/engine/transport/faults"
 	"fserver/engine/transport/inproc"
@@ -50,7 +51,7 @@ func echo(t *testing.T, w *Node, servers []*Node, count int, stop <-chan struct{
 					return
 				default:
 				}
-				if err := s.GetBatch(&sink, 0, time.Millisecond, true); err == ErrAgain {
+				if err := s.GetBatch(&sink, 0, 10*time.Millisecond, false); err == ErrAgain {
 					continue
 				} else if err != nil {
 					done <- err
@@ -69,9 +70,7 @@ func echo(t *testing.T, w *Node, servers []*Node, count int, stop <-chan struct{
 	err := push(t, w, servers, count, stop)
 	close(quit)
 	for range servers {
-		if e := <-done; err == nil {
-			err = e
-		}
+		err = errors.Join(err, <-done)
 	}
 	return err
 }
@@ -291,14 +290,15 @@ func TestUpComesFirst(t *testing.T) {
 	require.Less(t, time.Since(start), patience, "nobody was sent away")
 }
 
-// lostPeers counts the peers of a node that it has no connection to.
+// lostPeers counts the peers of a node that are not ready: they have no connection, or one that not
+// both sides use yet.
 func lostPeers(n *Node) (lost int) {
 	if !n.driver.Own() {
 		return 0
 	}
 	defer n.driver.Disown()
 	for _, p := range n.peers {
-		if p.link == nil {
+		if p.State() != peers.Ready {
 			lost++
 		}
 	}

@@ -44,7 +44,11 @@ func TestContract(t *testing.T) { transporttest.Run(t, bed(faults.Options{})) }
 func TestContractUnderLoss(t *testing.T) {
 	o := faults.NIC(1)
 	o.Resend, o.Drop, o.Timeout = true, 0.1, 200*time.Microsecond
-	transporttest.Run(t, bed(o))
+	transporttest.Run(t, func(tb testing.TB) transporttest.Bed {
+		b := bed(o)(tb)
+		b.Lost = 4 * time.Millisecond // 16 times Timeout at most, see held.wait
+		return b
+	})
 }
 
 // TestContractOfNIC has memory behave like a NIC, with a fixed seed and with one of the time, which

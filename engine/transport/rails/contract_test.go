@@ -65,7 +65,7 @@ func (f armed) more() bool {
 	if f.Arm() {
 		return true
 	}
-	ready, err := transporttest.Sleep([]unix.PollFd{{Fd: int32(f.FD()), Events: unix.POLLIN}}, 4*time.Millisecond)
+	ready, err := transporttest.Sleep([]unix.PollFd{{Fd: int32(f.FD()), Events: unix.POLLIN}}, lost)
 	return err == nil && ready != 0
 }
 
@@ -89,12 +89,18 @@ func run(t *testing.T, bed func() transporttest.Bed) {
 	})
 }
 
+// lost is more than a frame of TestContractUnderLoss waits until it is sent again.
+const lost = 4 * time.Millisecond
+
 // bed has a Network of its own for each test, over which all members reach each other.
 func bed(o rails.Options, worse *faults.Options) func() transporttest.Bed {
 	return func() transporttest.Bed {
 		net := inproc.New()
 		names := map[transport.Fabric][]string{}
 		b := transporttest.Bed{Offloads: true, Allocates: "inproc copies each frame"}
+		if worse != nil && worse.Resend {
+			b.Lost = lost
+		}
 		b.Open = func(w transporttest.Options) (transport.Fabric, error) {
 			var mine []string
 			f, err := opened(w, o, func() (transport.Fabric, error) {

@@ -81,12 +81,12 @@ func (w *world) untilWoken(what string, cond func() bool) {
 	}
 }
 
-// settle polls until no node has anything to tell, and has all armed then.
+// settle polls until no node has anything to tell and no lost frame is to be sent again. All are armed then.
 func (w *world) settle() {
 	w.Helper()
 	for range 10000 {
 		w.turn()
-		if len(w.woken(0)) == 0 {
+		if len(w.woken(w.bed.Lost)) == 0 {
 			return
 		}
 	}

@@ -54,6 +54,8 @@ type Bed struct {
 	Alone bool
 	// Pause is for how long Post may take nothing and go on by itself; 0: 100 ms.
 	Pause time.Duration
+	// Lost is for how long a frame that was lost may wait until it is sent again; 0: none is lost.
+	Lost time.Duration
 	// Kill ends a Fabric as the death of its process would: its peers are not
 	// told, they find out. The test still calls Close. nil skips the tests
 	// that need it.
