@@ -119,24 +119,15 @@ Settings read_settings(const py::handle &list) {
   return all;
 }
 
-void define(py::module_ &m) {
-  py::register_local_exception_translator([](std::exception_ptr p) {
-    try {
-      std::rethrow_exception(std::move(p));
-    } catch (const Raised &) { // the Python error is set
-    }
-  });
-  try {
-    load_errors();
-  } catch (const Raised &) {
-    throw py::error_already_set();
-  }
-  watch_fork();
-  uint8_t sizes[256];
-  for (size_t i = 0; i < 256; i++)
-    sizes[i] = static_cast<uint8_t>(dtype_bytes(i));
-  fs_dtypes(sizes, 256);
+// Python calls these functions in reverse order: nodes are closed before what was imported earlier ends.
+void close_at_exit() {
+  static const auto *close = new py::cpp_function(&close_all);
+  auto atexit = py::module_::import("atexit");
+  atexit.attr("unregister")(*close);
+  atexit.attr("register")(*close);
+}
 
+void define_node(py::module_ &m) {
   py::class_<Node>(m, "Node", py::module_local(),
                    "A node of a cluster: what all roles have.")
       .def("connect", &Node::connect)
@@ -162,14 +153,6 @@ void define(py::module_ &m) {
            })
       .def("channel_state",
            [](Node &n, uint64_t channel) { n.channel_state(channel); })
-      .def("channel_carry",
-           [](Node &n, uint64_t channel, py::handle words, py::handle out,
-              py::handle out_keys, py::handle in, py::handle in_keys,
-              py::handle rows, py::handle counts, py::handle timeout_ms) {
-             n.channel_carry(channel, words.ptr(), out.ptr(), out_keys.ptr(),
-                             in.ptr(), in_keys.ptr(), rows.ptr(), counts.ptr(),
-                             timeout_ms.ptr());
-           })
       .def("channel_end", &Node::channel_end)
       .def("channel_close",
            [](Node &n, uint64_t channel, py::handle timeout_ms,
@@ -201,7 +184,81 @@ void define(py::module_ &m) {
              return std::make_unique<Scheduler>(read_settings(settings));
            }),
            py::arg("settings"));
+}
 
+// What needs no torch.
+void define_engine(py::module_ &m) {
+  py::register_local_exception_translator([](std::exception_ptr p) {
+    try {
+      std::rethrow_exception(std::move(p));
+    } catch (const Raised &) { // the Python error is set
+    }
+  });
+  try {
+    load_errors();
+  } catch (const Raised &) {
+    throw py::error_already_set();
+  }
+  watch_fork();
+  define_node(m);
+  m.def(
+      "settings",
+      [](const py::handle &settings) {
+        return settings_json(read_settings(settings));
+      },
+      py::arg("settings"),
+      "JSON of every setting, for \"NAME=value\" strings.");
+  m.def(
+      "host",
+      [](const py::handle &settings) {
+        return host_json(read_settings(settings));
+      },
+      py::arg("settings"),
+      "JSON about this host, and what a node with these settings would make "
+      "of it.");
+  m.def(
+      "probe",
+      [](const py::handle &settings, py::handle timeout_ms) {
+        return probe_json(read_settings(settings),
+                          read_ms(timeout_ms.ptr(), {"probe", "timeout_ms"}));
+      },
+      py::arg("settings"), py::arg("timeout_ms"),
+      "JSON about the way to the scheduler that the settings name.");
+  m.def(
+      "live",
+      [] {
+        int64_t nodes = 0, buffers = 0, goroutines = 0;
+        enter("live");
+        check("live", fs_live(&nodes, &buffers, &goroutines));
+        return py::make_tuple(nodes, buffers, goroutines);
+      },
+      "What is alive: nodes, receive buffers, goroutines.");
+  m.def(
+      "heap",
+      [] {
+        int64_t bytes = 0, own = 0;
+        enter("heap");
+        check("heap", fs_heap(&bytes, &own));
+        return py::make_tuple(bytes, own);
+      },
+      "Bytes of Go's heap that are in use, after a collection, and what of "
+      "them the engine has\n"
+      "asked for: -1 without GODEBUG=memprofilerate=1.");
+  close_at_exit();
+}
+
+// For the roles that carry tensors.
+template <class C> void add_carry(py::class_<C, Node> &c) {
+  c.def("channel_carry", [](C &n, uint64_t channel, py::handle words,
+                            py::handle out, py::handle out_keys, py::handle in,
+                            py::handle in_keys, py::handle rows,
+                            py::handle counts, py::handle timeout_ms) {
+    n.channel_carry(channel, words.ptr(), out.ptr(), out_keys.ptr(), in.ptr(),
+                    in_keys.ptr(), rows.ptr(), counts.ptr(), timeout_ms.ptr());
+  });
+}
+
+void define_worker(py::module_ &m) {
   auto worker =
       py::class_<Worker, Node>(m, "Worker", py::module_local())
           .def(py::init([](const py::handle &settings) {
@@ -246,6 +303,7 @@ void define(py::module_ &m) {
           .def("give_handles",
                [](Worker &w, py::handle type) { w.give_handles(type.ptr()); })
           .def_property_readonly("next_handler", &Worker::next_handler);
+  add_carry(worker);
   add_fast(worker, "push_pull", push_pull,
            "push_pull($self, /, push_tensors, push_keys, pull_tensors, "
            "pull_keys, need_event=True)\n--\n\n"
@@ -261,7 +319,9 @@ void define(py::module_ &m) {
                                                      next_handler);
            }),
            py::arg("settings"), py::arg("next_handler"));
+}
 
+void define_server(py::module_ &m) {
   auto server =
       py::class_<Server, Node>(m, "Server", py::module_local())
           .def(py::init([](const py::handle &settings) {
@@ -292,6 +352,7 @@ void define(py::module_ &m) {
                 s.register_recv_buffer(tensor.ptr(), ranks.ptr(), keys.ptr());
               },
               py::arg("tensor"), py::arg("worker_ranks"), py::arg("push_keys"));
+  add_carry(server);
   add_fast(server, "get_batch", get_batch,
            "get_batch($self, /, timeout_ms=None, at_least=None)\n--\n\n"
            "Takes one request of each worker group.");
@@ -313,9 +374,9 @@ void define(py::module_ &m) {
   add_fast(stepmesh, "respond", respond<false>,
            "respond($self, /, tensors, handler, need_event=False)\n--\n\n"
            "Answers a request.");
+}
 
-  define_lanes(m);
-
+void define_flags(py::module_ &m) {
   m.def(
       "shared_bytes",
       [](uint64_t bytes) {
@@ -359,56 +420,25 @@ void define(py::module_ &m) {
       },
       py::arg("tensor"), py::arg("device_index"),
       "A tensor of a GPU over the memory of a pinned one.");
-  m.def(
-      "settings",
-      [](const py::handle &settings) {
-        return settings_json(read_settings(settings));
-      },
-      py::arg("settings"),
-      "JSON of every setting, for \"NAME=value\" strings.");
-  m.def(
-      "host",
-      [](const py::handle &settings) {
-        return host_json(read_settings(settings));
-      },
-      py::arg("settings"),
-      "JSON about this host, and what a node with these settings would make "
-      "of it.");
-  m.def(
-      "probe",
-      [](const py::handle &settings, py::handle timeout_ms) {
-        return probe_json(read_settings(settings),
-                          read_ms(timeout_ms.ptr(), {"probe", "timeout_ms"}));
-      },
-      py::arg("settings"), py::arg("timeout_ms"),
-      "JSON about the way to the scheduler that the settings name.");
-  m.def(
-      "live",
-      [] {
-        int64_t nodes = 0, buffers = 0, goroutines = 0;
-        enter("live");
-        check("live", fs_live(&nodes, &buffers, &goroutines));
-        return py::make_tuple(nodes, buffers, goroutines);
-      },
-      "What is alive: nodes, receive buffers, goroutines.");
-  m.def(
-      "heap",
-      [] {
-        int64_t bytes = 0, own = 0;
-        enter("heap");
-        check("heap", fs_heap(&bytes, &own));
-        return py::make_tuple(bytes, own);
-      },
-      "Bytes of Go's heap that are in use, after a collection, and what of "
-      "them the engine has\n"
-      "asked for: -1 without GODEBUG=memprofilerate=1.");
-  py::module_::import("atexit").attr("register")(py::cpp_function(&close_all));
+}
+
+// The rest, once there is an adapter to torch.
+void define_tensors(py::module_ &m) {
+  uint8_t sizes[256];
+  for (size_t i = 0; i < 256; i++)
+    sizes[i] = static_cast<uint8_t>(dtype_bytes(i));
+  fs_dtypes(sizes, 256);
+  define_worker(m);
+  define_server(m);
+  define_lanes(m);
+  define_flags(m);
+  close_at_exit(); // before torch goes
 }
 
 } // namespace
 } // namespace fserver
 
-// Until join() has succeeded, the module has no other function: they need torch.
+// Until join() has succeeded, the module has nothing that needs torch.
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The engine of fserver.";
   if (fs_abi() != FS_ABI)
@@ -428,9 +458,10 @@ PYBIND11_MODULE(_C, m) {
         if (!why.empty())
           throw py::import_error(why);
         auto module = py::reinterpret_borrow<py::module_>(handle);
-        if (!py::hasattr(module, "Node"))
-          fserver::define(module);
+        if (!py::hasattr(module, "Worker"))
+          fserver::define_tensors(module);
       },
       py::arg("path"), py::arg("tensor"), py::arg("facts"),
       "Loads an adapter to torch, and defines the rest of the module.");
+  fserver::define_engine(m);
 }

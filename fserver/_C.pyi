@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-# All else is there once this has succeeded; fserver._loader calls it.
+# What takes tensors is there once this has succeeded; fserver._loader calls it.
 def join(path: str, tensor: Tensor, facts: tuple[Any, ...]) -> None: ...
 
 abi: int
@@ -27,7 +27,7 @@ class Node:
     def channel_tell(self, channel: int, peer: int, text: str) -> None: ...
     def channel_text(self, channel: int, peer: int, timeout_ms: float) -> str: ...
     def channel_state(self, channel: int) -> None: ...
-    def channel_carry(
+    def channel_carry(  # not of a Scheduler
         self,
         channel: int,
         words: Tensor,

@@ -2,8 +2,8 @@
 
 Objects: ``Worker``, ``Server``, ``Scheduler``. The functions of StepMesh's ``fserver_lib`` work
 on one node of the process, which the environment describes. Importing loads no engine: the
-first node does. It does not import torch either. Once both have been imported, in any order,
-``torch.ops.fserver`` has its operators.
+first node does. It does not import torch either: the first worker or server does. Once both have
+been imported, in any order, ``torch.ops.fserver`` has its operators.
 
 ``from fserver import *`` gives the classes, the errors and the functions that make tensors, and
 shadows no builtin: ``fserver.Error``, ``fserver.TimeoutError`` and StepMesh's functions

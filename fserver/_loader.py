@@ -27,10 +27,22 @@ class LoadError(Error, ImportError):
     """The extension is missing or is for another Python, or it has no adapter for this torch."""
 
 
-def load() -> ModuleType:
-    """Returns the module ``fserver._C``, connected to the torch of this process. Imports torch.
+def engine() -> ModuleType:
+    """Returns the module ``fserver._C``, and does not import torch. Until ``load`` has connected it
+    to torch, the module has Scheduler and the functions of ``fserver env`` and ``fserver doctor``.
 
     Any thread may call it, any number of times.
+
+    Raises:
+        LoadError: the extension cannot be loaded. The text has the command that repairs it.
+    """
+    with _lock:
+        check(_PACKAGE)
+        return _import("fserver._C")
+
+
+def load() -> ModuleType:
+    """Returns the module ``fserver._C``, connected to the torch of this process. Imports torch.
 
     Raises:
         LoadError: the extension cannot be loaded. The text has the command that repairs it.

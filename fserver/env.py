@@ -69,7 +69,7 @@ def settings(values: dict[str, str], arguments: Set[str] = frozenset()) -> dict[
     Raises LoadError where there is no engine.
     """
     found: dict[str, Any] = json.loads(
-        _loader.load().settings([f"{n}={v}" for n, v in values.items()])
+        _loader.engine().settings([f"{n}={v}" for n, v in values.items()])
     )
     for s in found["settings"]:
         if s["source"] == "default":

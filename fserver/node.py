@@ -191,10 +191,12 @@ class Node:
     def _open(self, settings: dict[str, str]) -> None:
         settings = {**settings, "DMLC_ROLE": self._role}
         lines = [f"{name}={value}" for name, value in settings.items()]
-        self._node = self._make(_loader.load(), lines)
+        self._node = self._make(self._load(), lines)
         # Callers reach the extension without a frame of Python in between: 70 ns a call.
         for name in self._methods:
             setattr(self, name, getattr(self._node, name))
+
+    _load = staticmethod(_loader.load)
 
     def _make(self, extension: ModuleType, lines: list[str]) -> _C.Node:
         node: _C.Node = getattr(extension, self._role.capitalize())(lines)
@@ -393,7 +395,7 @@ class Node:
 class Scheduler(Node):
     """The node that introduces workers and servers to each other.
 
-    It takes the arguments of ``Node``. It carries no tensors.
+    It takes the arguments of ``Node``. It carries no tensors, and imports no torch.
 
     Example:
         ```python
@@ -403,6 +405,7 @@ class Scheduler(Node):
     """
 
     _role = "scheduler"
+    _load = staticmethod(_loader.engine)
 
     @property
     def scheduler(self) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import runpy
 from pathlib import Path
 
 import fserver
@@ -14,13 +16,13 @@ def text() -> str:
 
     Loads the engine, which knows its own. Where it cannot be loaded, a line says why.
     """
-    lines = [("fserver", fserver.__version__), *_engine(), ("torch", _torch())]
+    lines = [("fserver", fserver.__version__), *_engine(), ("torch", torch())]
     return "\n".join(f"{name:<9}{value}" for name, value in lines)
 
 
 def _engine() -> list[tuple[str, str]]:
     try:
-        extension = _loader.load()
+        extension = _loader.engine()
     except ImportError as error:
         return [("engine", f"cannot be loaded: {error}")]
     about = json.loads(extension.host([]))["engine"]
@@ -40,9 +42,13 @@ def _commit(extension: str | None) -> str:
     return "unknown: built from sources without git" if noted == "unknown" else noted
 
 
-def _torch() -> str:
+def torch() -> str:
+    """The version of torch. It is read from a file, because importing torch takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return "not installed"
+    path = str(Path(spec.origin).with_name("version.py"))
     try:
-        import torch
-    except ImportError as error:
-        return f"cannot be imported: {error}"
-    return torch.__version__
+        return str(runpy.run_path(path)["__version__"])
+    except Exception as error:  # it may be any file
+        return f"unknown: {path} has no version: {error!r}"

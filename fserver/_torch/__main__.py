@@ -3,6 +3,7 @@ already, and prints its path. The loader prefers it to the adapter of the packag
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from fserver._torch import cache
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m fserver._torch", description=__doc__)
+    parser.parse_args()
+
     import torch
 
     try:

@@ -1,6 +1,5 @@
 """The tests of this host: engine, transports, devices, limits."""
 
-import importlib.util
 import json
 import mmap
 import os
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import fserver
-from fserver import _loader
+from fserver import _loader, versions
 
 from . import cma
 from .report import Check, Report, size
@@ -35,12 +34,9 @@ def engine(report: Report, values: dict[str, str]) -> dict[str, Any] | None:
     or None if the engine cannot be loaded."""
     title = "Versions"
     try:
-        extension = _loader.load()
+        extension = _loader.engine()
     except _loader.LoadError as e:
-        report.add(title, *_versions(None))
-        text, _, remedy = str(e).rpartition(" (")
-        remedy = remedy.rstrip(")") if text else "run `make af`"
-        report.add(title, Check("engine", "no", text or str(e), remedy, fatal=True))
+        report.add(title, *_versions(None), _no("engine", e))
         return None
     found: dict[str, Any] = (
         json.loads(extension.host([f"{n}={v}" for n, v in values.items()])) | kernel()
@@ -51,6 +47,10 @@ def engine(report: Report, values: dict[str, str]) -> dict[str, Any] | None:
         title, Check("engine", "yes", f"{about['version']}, wire {about['wire']}, {about['go']}")
     )
     report.add(title, *_versions(extension.__file__))
+    try:
+        _loader.load()
+    except _loader.LoadError as e:
+        report.add(title, _no("tensors", e))
     report.add(title, Check("kernel", "info", found["kernel"]), *_drivers(found))
     for note in found["notes"]:
         remedy = "the findings below may be incomplete; let this process read it"
@@ -58,6 +58,13 @@ def engine(report: Report, values: dict[str, str]) -> dict[str, Any] | None:
             title, Check("topology", "note", note, "" if "NVIDIA GPU at" in note else remedy)
         )
     return found
+
+
+def _no(name: str, error: _loader.LoadError) -> Check:
+    text, _, remedy = str(error).rpartition(" (")
+    return Check(
+        name, "no", text or str(error), remedy.rstrip(")") if text else "run `make af`", fatal=True
+    )
 
 
 def kernel(root: str = "/") -> dict[str, Any]:
@@ -103,10 +110,7 @@ def _versions(file: str | None) -> Iterator[Check]:
     yield Check("fserver", "info", fserver.__version__)
     if file:
         yield Check("extension", "info", Path(file).name)
-    if importlib.util.find_spec("torch"):
-        import torch
-
-        yield Check("torch", "info", torch.__version__)
+    yield Check("torch", "info", versions.torch())
     yield Check("Python", "info", f"{platform.python_version()}, {sys.executable}")
 
 

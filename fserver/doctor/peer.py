@@ -131,7 +131,7 @@ def _node(
     settings |= {"DMLC_ROLE": "worker", "FSERVER_TRANSPORT": "tcp"}
     settings |= {"DMLC_PS_ROOT_URI": address, "DMLC_PS_ROOT_PORT": str(port)}
     try:
-        text = _loader.load().probe([f"{n}={v}" for n, v in settings.items()], PROBE_LIMIT_MS)
+        text = _loader.engine().probe([f"{n}={v}" for n, v in settings.items()], PROBE_LIMIT_MS)
     except _loader.LoadError as e:
         remedy = "repair the installation; without the engine only a listening doctor can be tested"
         report.add(title, Check("engine", "no", str(e), remedy, fatal=True))

@@ -23,6 +23,7 @@ from fserver.doctor.report import Check, Report, size
 
 SECRET = "a secret of decent length"
 DENIED = ("", errno.EPERM)
+ROOT = Path(__file__).resolve().parents[2]
 
 
 # -- this host
@@ -102,7 +103,7 @@ def test_without_an_extension(
     def fail() -> None:
         raise _loader.LoadError("fserver: no extension here (run `make af` in /src)")
 
-    monkeypatch.setattr(_loader, "load", fail)
+    monkeypatch.setattr(_loader, "engine", fail)
     status, found = doctor()
     assert status == 1
     engine = line(found, "Versions", "engine")
@@ -110,6 +111,27 @@ def test_without_an_extension(
         "fserver: no extension here",
         "run `make af` in /src",
     )
+
+
+def test_a_broken_torch(tmp_path: Path) -> None:
+    """What is wrong with it is one line of many."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("raise OSError('no libcudart.so.99')\n")
+    (tmp_path / "torch/version.py").write_text("__version__ = '2.15.1'\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "fserver", "doctor", "--json"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert line(found, "Versions", "torch")["text"] == "2.15.1"
+    tensors = line(found, "Versions", "tensors")
+    assert "importing torch fails: OSError: no libcudart.so.99" in tensors["text"]
+    assert "pip install --force-reinstall" in tensors["remedy"]
+    assert states(found, "Versions")["engine"] == states(found, "Transports")["tcp"] == "yes"
 
 
 def test_cma_probe() -> None:

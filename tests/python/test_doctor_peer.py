@@ -314,7 +314,7 @@ def test_no_finding_depends_on_a_text(
         **probe,
     }
     engine = SimpleNamespace(probe=lambda *_: json.dumps(answer))
-    monkeypatch.setattr("fserver.doctor.peer._loader.load", lambda: engine)
+    monkeypatch.setattr("fserver.doctor.peer._loader.engine", lambda: engine)
     with socket.create_server(("127.0.0.1", port)):
         status, found = doctor("--peer", f"127.0.0.1:{port}")
     assert status == 1 and found["peer"].get("secret") == secret
