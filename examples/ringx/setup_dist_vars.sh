@@ -10,7 +10,8 @@ set -euo pipefail
 : "${SLURM_PROCID:?is not set: start this with srun, in a job of Slurm}"
 export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
 if [[ -z ${MASTER_ADDR:-} ]]; then
-  MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)
+  hosts=$(scontrol show hostnames "$SLURM_STEP_NODELIST")
+  MASTER_ADDR=${hosts%%$'\n'*}
 fi
 export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
 exec "$@"

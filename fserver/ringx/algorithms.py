@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from . import documents, heads, ring, schedules, sliding
-from .schedules import Blocks, contiguous, full, zigzag
+from . import exchanges, heads, schedules
+from .exchanges import Broadcasts, Gather, Ring
+from .packed import Documents, Halo
+from .schedules import Blocks, Exchange, contiguous, full, zigzag
 
 
 class Algorithm(NamedTuple):
@@ -24,25 +26,17 @@ class Algorithm(NamedTuple):
         return "zigzag" if self.masks[causal] is zigzag else "contiguous"
 
 
+def _keys(
+    exchange: Callable[..., Exchange], masks: Mapping[bool, Blocks], **more: Any
+) -> Algorithm:
+    forward = partial(schedules.forward, exchange=exchange)
+    return Algorithm(masks, forward, partial(schedules.backward, exchange=exchange), **more)
+
+
 def _queries(masks: Mapping[bool, Blocks], overlap: bool) -> Algorithm:
-    forward = partial(schedules.queries_forward, overlap=overlap)
-    backward = partial(schedules.broadcast_backward, ahead=overlap, behind=overlap)
-    return Algorithm(masks, forward, backward, uneven=True)
-
-
-def _gather(masks: Mapping[bool, Blocks]) -> Algorithm:
-    return Algorithm(masks, schedules.gather_forward, schedules.gather_backward, together=1 << 30)
-
-
-def _broadcast(behind: bool, together: int = 0) -> Algorithm:
-    backward = partial(schedules.broadcast_backward, ahead=True, behind=behind)
-    forward = partial(schedules.owners_forward, arrive=schedules.broadcast_keys)
-    return Algorithm({True: zigzag}, forward, backward, together=together)
-
-
-def _ring() -> Algorithm:
-    forward = partial(schedules.owners_forward, arrive=ring.arrivals, most=schedules.FASTEST)
-    return Algorithm({True: zigzag, False: full}, forward, ring.backward)
+    forward = partial(exchanges.queries_forward, overlap=overlap)
+    broadcasts = partial(Broadcasts, ahead=overlap, behind=overlap)
+    return _keys(broadcasts, masks, uneven=True)._replace(forward=forward)
 
 
 ALGORITHMS = {
@@ -50,20 +44,20 @@ ALGORITHMS = {
     "X1o": _queries({False: full}, overlap=True),
     "X2": _queries({True: contiguous}, overlap=False),
     "X2o": _queries({True: contiguous}, overlap=True),
-    "X3": _gather({True: zigzag}),
-    "X3b": _gather({False: full}),
-    "X4": _broadcast(behind=False, together=1),
-    "X4o": _broadcast(behind=True),
-    "ring": _ring(),
+    "X3": _keys(Gather, {True: zigzag}, together=1 << 30),
+    "X3b": _keys(Gather, {False: full}, together=1 << 30),
+    "X4": _keys(Broadcasts, {True: zigzag}, together=1),
+    "X4o": _keys(partial(Broadcasts, behind=True), {True: zigzag}),
+    "ring": _keys(Ring, {True: zigzag, False: full}),
     "ulysses": Algorithm(
         {True: contiguous, False: full}, heads.forward, heads.backward, by_heads=True
     ),
 }
 
-DOCUMENTS = Algorithm({True: zigzag}, documents.forward, documents.backward)
+DOCUMENTS = _keys(Documents, {True: zigzag})
 """What X3 and `auto` are for packed documents."""
 
-SLIDING = Algorithm({True: contiguous}, sliding.forward, sliding.backward, uneven=True)
+SLIDING = _keys(Halo, {True: contiguous}, uneven=True)
 """What `auto` is for a window, with packed documents or without."""
 
 GATHER_LIMIT = 4 << 30
@@ -90,15 +84,9 @@ def automatic(
         two H200, full      8K: ring 64, X3b 62                      32K: X3b 88, ring 87
         four H200, causal   8K: X3 23, ring 17                       256K: X3 104, X4 101
 
-    Args:
-        causal: the mask.
-        tokens: the local length of q.
-        ranks: the number of ranks.
-        queries, keys: bytes that X1o, and X3b, move forward.
-        gathered: bytes of keys, values and their gradients that X3 gathers on a rank.
-        even: whether all ranks have equal lengths. Without, there is only X1o.
-        copies: whether the ranks may copy, as X3, X3b and X4 can.
-        on_gpu: on CPUs (gloo) the ring is not ahead.
+    `tokens` are the local rows of q. X1o moves `queries` bytes forward, X3b `keys` bytes, and X3
+    gathers keys, values and their gradients of `gathered` bytes on a rank. Only X1o has ranks of
+    lengths that differ (not `even`). The ring makes no `copies`, and is not ahead on CPUs.
     """
     if not even:
         return "X1o"

@@ -16,10 +16,10 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from fserver.errors import Error, ShapeError
 
 from . import copies as by_copies
+from . import schedules
 from .algorithms import ALGORITHMS, DOCUMENTS, SLIDING, Algorithm, automatic
-from .arguments import Options, check_flags, settled
+from .arguments import CuSeqlens, Options, check_flags, settled
 from .kernels import ENABLED, Given, Triple, accumulator, enabled, enabling
-from .layout import CuSeqlens
 from .ranks import Group, Lengths, Ranks, ranks_of
 from .schedules import Job
 from .window import window_of
@@ -32,8 +32,9 @@ def _way(
     which to call it."""
     together = min(how.together, job.ranks.size - 1)
     if job.window and together and by_copies.fits(job, k, together, backward):
-        copied = by_copies.backward if backward else by_copies.forward
-        return partial(copied, together=together), job.window.call()
+        schedule = schedules.backward if backward else schedules.forward
+        exchange = partial(by_copies.Copies, together=together)
+        return partial(schedule, exchange=exchange), job.window.call()
     return how.backward if backward else how.forward, nullcontext()
 
 
@@ -125,37 +126,32 @@ def ringx_attention(
             ``layout_of`` returns for the algorithm.
         k: ``[B, Sk, Hkv, D]``, the local keys. H is a multiple of Hkv.
         v: ``[B, Sk, Hkv, D]``, the local values.
-        algorithm: for a full mask and contiguous parts: ``"X1"`` and ``"X1o"``, which allow
-            different lengths on the ranks, or ``"X3b"``. For a causal mask and contiguous parts:
-            ``"X2"`` and ``"X2o"``, which also allow different lengths. For a causal mask and zigzag
-            parts: ``"X3"``, ``"X4"`` and ``"X4o"``. For both masks: ``"ring"``, with zigzag parts
-            under a causal mask, and ``"ulysses"``, with contiguous parts, for which H has to be a
-            multiple of the number of ranks. ``"auto"`` chooses what is fastest by measurements:
-            with a causal mask among X3, X4 and ring, with a full mask among X1o, X3b and ring
-            (`fserver.ringx.algorithms.automatic`).
-        causal: True: a query attends to the keys at its own position and before. False: a query
-            attends to all keys.
-        layout: how the sequence is split over the ranks, ``"contiguous"`` or ``"zigzag"``. The call
-            raises an error if the algorithm needs another layout. None: the layout is not checked,
-            and with a causal mask the wrong layout gives wrong results.
+        algorithm: for a full mask and contiguous parts ``"X1"``, ``"X1o"`` or ``"X3b"``; for a
+            causal mask ``"X2"`` or ``"X2o"``, with contiguous parts, or ``"X3"``, ``"X4"`` or
+            ``"X4o"``, with zigzag parts. For both masks ``"ring"``, with zigzag parts if causal,
+            and ``"ulysses"``, with contiguous parts and H a multiple of the number of ranks.
+            Lengths may differ between ranks in X1, X1o, X2 and X2o. ``"auto"`` takes the fastest
+            one by measurements (`fserver.ringx.algorithms.automatic`).
+        causal: whether a query attends to the keys at its own position and before, or to all keys.
+        layout: how the sequence is split, ``"contiguous"`` or ``"zigzag"``, which is an error if
+            the algorithm needs another. None: the layout is not checked, and with a causal mask the
+            wrong one gives wrong results.
         scale: factor of the scores, above 0. None: ``1 / sqrt(D)``.
         group: the process group, or a DeviceMesh with one dimension. None: all ranks.
         sink: ``[H]``, for each head the score of a key that has no value. Each rank gets the
-            gradient of its local queries. As for any replicated weight, the caller has to sum the
-            gradients of the ranks.
+            gradient of its local queries, and the caller has to sum those of the ranks.
         reduce_dtype: dtype of sums over ranks. If the dtype of q is wider, such as float64, it is
             used instead.
         return_lse: whether to return lse too. It has no gradient.
         agreed: when the ranks compare their arguments. None: in the first call with these
-            arguments, and in each call once the ranks have had different lengths. Later calls wait
-            for nothing. If a rank then changes its arguments alone, it compares alone, and all end
-            by the group's timeout. False: in each call, so that ranks may change their arguments
-            alone. True: never; the caller guarantees that all ranks pass equal arguments and
-            lengths. If the guarantee is broken, the call may hang or return wrong values. The
+            arguments, and in each call once the ranks have had different lengths. A rank that then
+            changes its arguments alone compares alone, and all end by the group's timeout. False:
+            in each call, so that ranks may change their arguments alone. True: never; unless all
+            ranks pass equal arguments and lengths, the call may hang or return wrong values. The
             capture of a CUDA graph needs True, or a call before it with the same arguments.
         copies: True: X3, X3b and X4 use copies instead of collectives if all ranks are GPUs of one
-            host that can reach each other's memory. The first such call of a group finds this out.
-            In other cases, for example on the CPU or if ``"auto"`` chooses X1o, it has no effect.
+            host that can reach each other's memory, which the first such call of a group finds out.
+            In other cases, for example on the CPU, it has no effect.
         cu_seqlens: ``[D + 1]``, where packed documents end in the *whole* sequence: 0 first, the
             number of all ranks' tokens last. A tensor of int32 or int64 on the CPU, or a sequence.
             A query attends to keys of its own document only. All rows of the batch have these
@@ -176,9 +172,9 @@ def ringx_attention(
             capture of a CUDA graph, only this rank raises.
         ShapeError: as ConfigError, for a shape.
         TimeoutError: a rank has not joined a collective, or a comparison, within the timeout of the
-            group. The backward pass may raise it too.
-        Error: a rank has ended, or a collective has failed. The backward pass may raise it too. See
-            *Ranks that do not come* in docs/ringx.md.
+            group; also in backward.
+        Error: a rank has ended, or a collective has failed; also in backward. See *Ranks that do
+            not come* in docs/long-contexts.md.
     """
     options = Options(
         algorithm, causal, layout, scale, reduce_dtype, agreed, copies, window, cu_seqlens
@@ -238,7 +234,9 @@ def _planned(
     elif ends is not None:
         how = DOCUMENTS
     else:
-        how = ALGORITHMS[_named(ranks, lengths, q, k, reduce_dtype, options)]
+        auto = options.algorithm == "auto"
+        name = _fastest(lengths, q, k, reduce_dtype, options) if auto else options.algorithm
+        how = ALGORITHMS[name]
     window = window_of(ranks, q.device) if options.copies and how.together else None
     out_dtype = q.dtype if sink is None else accumulator(q.dtype)
     blocks, factor = how.masks[options.causal], options.factor(q)
@@ -248,24 +246,21 @@ def _planned(
     return how, job
 
 
-def _named(
-    ranks: Ranks, lengths: Lengths, q: Tensor, k: Tensor, reduce_dtype: torch.dtype,
-    options: Options,
-) -> str:  # fmt: skip
-    """Returns the algorithm, also of ``"auto"``."""
-    name, (of_q, of_k) = options.algorithm, lengths
-    if name == "auto":
-        batch, length, heads, dim = q.shape
-        row = dim * q.element_size() + (dim + 1) * reduce_dtype.itemsize
-        row += 2 * accumulator(q.dtype).itemsize  # docs/ringx.md has the formulas
-        moved = 2 * batch * k.shape[2] * dim * sum(of_k)
-        name = automatic(
-            options.causal, length, ranks.size, queries=batch * heads * row * sum(of_q),
-            keys=moved * k.element_size(), even=len({*zip(of_q, of_k, strict=True)}) == 1,
-            gathered=moved * (k.element_size() + reduce_dtype.itemsize), copies=options.copies,
-            on_gpu=q.is_cuda,
-        )  # fmt: skip
-    return name
+def _fastest(
+    lengths: Lengths, q: Tensor, k: Tensor, reduce_dtype: torch.dtype, options: Options
+) -> str:
+    """Returns the algorithm of ``"auto"``. docs/ringx.md has the formulas."""
+    of_q, of_k = lengths
+    batch, length, heads, dim = q.shape
+    row = dim * q.element_size() + (dim + 1) * reduce_dtype.itemsize
+    row += 2 * accumulator(q.dtype).itemsize
+    moved = 2 * batch * k.shape[2] * dim * sum(of_k)
+    return automatic(
+        options.causal, length, len(of_q), queries=batch * heads * row * sum(of_q),
+        keys=moved * k.element_size(), even=len({*zip(of_q, of_k, strict=True)}) == 1,
+        gathered=moved * (k.element_size() + reduce_dtype.itemsize), copies=options.copies,
+        on_gpu=q.is_cuda,
+    )  # fmt: skip
 
 
 # Under torch.compile: two operators that the compiler does not look into

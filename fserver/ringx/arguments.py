@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from itertools import pairwise
 from numbers import Real
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +18,12 @@ from fserver.errors import ConfigError, Error, ShapeError, TimeoutError
 
 from .algorithms import ALGORITHMS, SLIDING
 from .kernels import DTYPES, capturing, choose, enabled
-from .layout import CuSeqlens, check_layout, chunk_problem, ends_of, whole
 from .ranks import UNUSABLE, Lengths, Ranks, said
+
+LAYOUTS = ("contiguous", "zigzag")
+
+CuSeqlens = Tensor | Sequence[int]
+"""Cumulative lengths of packed documents, ``[D + 1]``, from 0 to the length of the sequence."""
 
 
 class Options(NamedTuple):
@@ -49,6 +55,69 @@ def check_flags(**flags: object) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ConfigError(f"ringx: {name} {said(flag)}: want True or False")
+
+
+def check_layout(layout: str) -> None:
+    """Raises a ConfigError unless the layout is valid."""
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ConfigError(f"ringx: layout {reprlib.repr(layout)}: want one of {LAYOUTS}")
+
+
+def whole(name: str, value: int, least: int) -> int:
+    """Returns a whole number that is not below the least one, else raises a ConfigError."""
+    try:
+        found = least - 1 if isinstance(value, bool) else index(value)
+    except TypeError:
+        found = least - 1
+    if found < least:
+        raise ConfigError(f"ringx: {name} {value!r}: want a whole number, {least} or more")
+    return found
+
+
+def check_dim(name: str, value: Tensor, dim: int) -> None:
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"ringx: {name} is of type {type(value).__name__}: want a torch.Tensor")
+    if not -value.dim() <= whole("dim", dim, -value.dim()) < value.dim():
+        raise ConfigError(
+            f"ringx: dim {dim}: {name}.shape is {tuple(value.shape)}, want {-value.dim()} to "
+            f"{value.dim() - 1}"
+        )
+
+
+def ends_of(cu_seqlens: CuSeqlens) -> tuple[int, ...]:
+    """Returns cu_seqlens as numbers.
+
+    Raises:
+        ConfigError: it is of another type, or on a GPU.
+        ShapeError: its numbers are not cumulative lengths.
+    """
+    found: Any = cu_seqlens
+    try:
+        if isinstance(found, Tensor):
+            found = found.tolist() if found.device.type == "cpu" else None
+        ends = tuple(map(index, found))
+    except TypeError:
+        raise ConfigError(
+            f"ringx: cu_seqlens {said(cu_seqlens)}: want whole numbers, in a sequence or in a "
+            "tensor on the CPU with one dimension"
+        ) from None
+    if len(ends) < 2 or ends[0] or [*ends] != sorted(ends):
+        raise ShapeError(
+            f"ringx: cu_seqlens {reprlib.repr(ends)}: want cumulative lengths, with 0 first and "
+            "the length of the whole sequence last"
+        )
+    return ends
+
+
+def check_chunks(ends: Sequence[int], size: int) -> None:
+    """Raises a ShapeError if a document cannot be cut into 2N chunks."""
+    for number, (start, stop) in enumerate(pairwise(ends)):
+        if over := (stop - start) % (2 * size):
+            which = f" of document {number}" if len(ends) > 2 else ""
+            raise ShapeError(
+                f"ringx: length {stop - start}{which}: want a multiple of {2 * size} for layout "
+                f"zigzag over {size} ranks (pad it by {2 * size - over})"
+            )
 
 
 def check_arguments(
@@ -107,28 +176,19 @@ def _check_tensor(name: str, value: object) -> None:
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
-    if k.shape != v.shape:
-        raise ShapeError(f"ringx: v.shape {tuple(v.shape)}: want k.shape, {tuple(k.shape)}")
-    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
-        raise ShapeError(
-            f"ringx: k.shape {tuple(k.shape)}: want the batch size and the head dimension of "
-            f"q.shape, {tuple(q.shape)}"
-        )
-    if not (q.shape[0] and q.shape[2] and k.shape[2] and q.shape[3]):
-        raise ShapeError(
-            f"ringx: q.shape {tuple(q.shape)}, k.shape {tuple(k.shape)}: empty (want B, H and D to "
-            "be 1 or more)"
-        )
-    if q.shape[2] % k.shape[2]:
-        raise ShapeError(
-            f"ringx: q has {q.shape[2]} heads and k has {k.shape[2]}: want a multiple in q (repeat "
-            "the heads of k and v)"
-        )
-    if causal and q.shape[1] != k.shape[1]:
-        raise ShapeError(
-            f"ringx: causal with q.shape[1] {q.shape[1]} and k.shape[1] {k.shape[1]}: want equal "
-            "lengths, or causal=False"
-        )
+    (batch, rows, heads, dim), (k_batch, keys, kv_heads, k_dim) = q.shape, k.shape
+    full = batch and heads and kv_heads and dim
+    rules = (
+        (v.shape == k.shape, "k.shape for v"),
+        ((batch, dim) == (k_batch, k_dim), "one batch size and one head dimension"),
+        (full, "B, H and D of 1 or more, not empty"),
+        (full and heads % kv_heads == 0, "a multiple of k's heads in q (repeat those of k and v)"),
+        (not causal or rows == keys, "equal lengths with causal=True, or causal=False"),
+    )
+    for kept, want in rules:
+        if not kept:
+            shapes = f"k.shape {tuple(k.shape)}, v.shape {tuple(v.shape)}"
+            raise ShapeError(f"ringx: q.shape {tuple(q.shape)}, {shapes}: want {want}")
 
 
 def _check_documents(options: Options, size: int) -> None:
@@ -140,9 +200,7 @@ def _check_documents(options: Options, size: int) -> None:
             f"ringx: cu_seqlens with algorithm {options.algorithm} and causal={options.causal}: "
             "want auto or X3, and causal=True"
         )
-    problem = chunk_problem(ends, size)
-    if problem:
-        raise problem
+    check_chunks(ends, size)
 
 
 def _check_scale(scale: object) -> None:
@@ -286,11 +344,9 @@ def facts_of(
 
 
 def _digest(ends: tuple[int, ...] | None) -> str | None:
-    return (
-        None
-        if ends is None
-        else f"of digest {blake2b(repr(ends).encode(), digest_size=7).hexdigest()}"
-    )
+    if ends is None:
+        return None
+    return f"of digest {blake2b(repr(ends).encode(), digest_size=7).hexdigest()}"
 
 
 def settled(

@@ -5,26 +5,14 @@ copied from their owners, and their gradients to them. docs/ringx.md says how, u
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import kernels, schedules
 from .combine import Parts
-from .kernels import Given, Pair, Triple, accumulator
-from .schedules import FASTEST, Block, Job
-from .window import Mark, Window
-
-
-class Visit(NamedTuple):
-    """A call of a kernel: of my rows, with these keys of each of some owners."""
-
-    rows: slice
-    keys: slice
-    owners: list[int]
+from .kernels import Pair, accumulator
+from .schedules import Arrivals, Block, Exchange, Job, Rest, head_start
 
 
 @lru_cache
@@ -36,20 +24,20 @@ def _places(rank: int, size: int, together: int) -> dict[int, tuple[int, int]]:
     return {owner: divmod(turn, together) for turn, owner in enumerate(owners)}
 
 
-def _visits(job: Job, rows: int, keys: int, together: int) -> list[list[Visit]]:
-    """What this rank calls in each round."""
-    ranks = job.ranks
-    rounds: list[list[Visit]] = []
-    for owner, (number, _) in _places(ranks.rank, ranks.size, together).items():
+def _rounds(job: Job, together: int) -> list[list[Block]]:
+    """The blocks of this rank in each round. Their keys are which ones, and of which owners."""
+    rank, size = job.ranks.rank, job.ranks.size
+    rounds: list[list[Block]] = []
+    for owner, (number, _) in _places(rank, size, together).items():
         if number == len(rounds):
             rounds.append([])
-        block = job.block(owner, rows, keys)
+        block = job.block(rank, owner)
         assert block is not None
         last = rounds[-1][-1] if rounds[-1] else None
-        if last and (last.rows, last.keys) == (block.rows, block.keys):
-            last.owners.append(owner)
+        if last and (last.rows, last.keys[0]) == (block.rows, block.keys):
+            last.keys[1].append(owner)
         else:
-            rounds[-1].append(Visit(block.rows, block.keys, [owner]))
+            rounds[-1].append(block._replace(keys=(block.keys, [owner])))
     return rounds
 
 
@@ -72,131 +60,108 @@ def fits(job: Job, k: Tensor, together: int, backward: bool) -> bool:
     return not backward or window.reserve(job.ranks, "grads", slots * size)
 
 
-Rounds = Iterator[list[tuple[Visit, Tensor]]]
+class Copies(Exchange):
+    """Copies the keys of so many owners at a time, the next ones' while the rank works. What a call
+    gives to dk and dv is copied to the owners as it is, and each adds up what has come for it."""
 
+    def __init__(self, job: Job, k: Tensor, v: Tensor, *, backward: bool, together: int):
+        assert job.window is not None
+        super().__init__(job, k, v, backward=backward)
+        self._window = job.window
+        self._together, self._shape = together, _in_window(k)
+        self._rounds = _rounds(job, together)
+        self._grads = [Parts(k.shape[1], accumulator(k.dtype), together + 2) for _ in range(2)]
+        self._before: tuple[torch.cuda.Event, list[Tensor]] | None = None
+        mine = self._of(job.ranks.rank)
+        for part, tensor in zip(mine, (k, v), strict=True):
+            part.copy_(tensor.transpose(0, 1))
+        self._sent: list[Tensor] = []
+        self._coming = deque([self._start(0)])
 
-def _copy_keys(job: Job, window: Window, k: Tensor, v: Tensor, rounds: list[list[Visit]]) -> Rounds:
-    """Gives the visits of each round with their keys and values ``[2, S, B, Hkv, D]``. The first
-    round's copies start at once, those of the next when a round is given."""
-    shape = _in_window(k)
-    mine = window.of(job.ranks.rank, "keys", shape, k.dtype)
-    for part, tensor in zip(mine, (k, v), strict=True):
-        part.copy_(tensor.transpose(0, 1))
+    def _of(self, owner: int) -> Tensor:
+        """The keys and values of an owner."""
+        return self._window.of(owner, "keys", self._shape, self.k.dtype)
 
-    def start(number: int) -> tuple[list[tuple[Visit, Tensor]], Mark]:
-        found = []
-        for visit in rounds[number]:
-            length = visit.keys.stop - visit.keys.start
-            every = (2, len(visit.owners) * length, *shape[2:])
-            found.append((visit, torch.empty(every, dtype=k.dtype, device=k.device)))
+    def _start(self, number: int) -> tuple[list[Tensor], torch.cuda.Event]:
+        """Starts the copies of a round: for each block keys and values, [2, S, B, Hkv, D]."""
+        blocks, window, found = self._rounds[number], self._window, list[Tensor]()
+        for block in blocks:
+            keys, owners = block.keys
+            every = (2, len(owners) * (keys.stop - keys.start), *self._shape[2:])
+            found.append(self.k.new_empty(every))
         with window.beside():
             if number == 0:
                 window.fence()  # all have written theirs
-            for visit, kv in found:
-                for owner, place in zip(visit.owners, kv.chunk(len(visit.owners), 1), strict=True):
-                    theirs = window.of(owner, "keys", shape, k.dtype)
-                    for to, of in zip(place, theirs, strict=True):
-                        to.copy_(of[visit.keys])
+            for block, kv in zip(blocks, found, strict=True):
+                keys, owners = block.keys
+                for owner, place in zip(owners, kv.chunk(len(owners), 1), strict=True):
+                    for to, of in zip(place, self._of(owner), strict=True):
+                        to.copy_(of[keys])
             came = window.mark()
-            if number + 1 == len(rounds):
+            if number + 1 == len(self._rounds):
                 window.fence()  # all have what they wanted
         return found, came
 
-    coming = deque([start(0)])
-
-    def given() -> Rounds:
-        for number in range(len(rounds)):
-            if number + 1 < len(rounds):
-                coming.append(start(number + 1))
-            found, came = coming.popleft()
+    def arrivals(self) -> Arrivals:
+        head_start(self.k.device)
+        yield self.job.own_block(in_two=True), self.k, self.v
+        for number, blocks in enumerate(self._rounds):
+            self._number = number
+            if number + 1 < len(self._rounds):
+                self._coming.append(self._start(number + 1))
+            found, came = self._coming.popleft()
             came.wait()
-            yield found
-            del found
+            for block in blocks:
+                kv = found.pop(0)
+                yield block, kv[0].transpose(0, 1), kv[1].transpose(0, 1)
+                del kv
 
-    return given()
+    def _slot(self, rank: int, owner: int) -> Tensor:
+        """The owner's room for what a rank gives to it."""
+        number, turn = _places(rank, self.job.ranks.size, self._together)[owner]
+        start = (number % 2 * self._together + turn) * 2 * self.k.numel()
+        return self._window.of(owner, "grads", self._shape, self.k.dtype, start)
 
-
-def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, *, together: int) -> Pair:
-    """Works on the own block while keys travel, then on those of so many owners at a time, while
-    the next ones' travel."""
-    assert job.window is not None
-    rounds = _visits(job, q.shape[1], k.shape[1], together)
-    arrivals = _copy_keys(job, job.window, k, v, rounds)
-    answers = Parts(q.shape[1], accumulator(q.dtype), FASTEST)
-    schedules._head_start(q.device)
-    schedules._own_forward(job, answers, q, k, v)
-    for visits in arrivals:
-        for visit, kv in visits:
-            some = (q[:, visit.rows], kv[0].transpose(0, 1), kv[1].transpose(0, 1))
-            answers.add(visit.rows, *kernels.forward(*some, False, job.scale))
-            del some
-        del visits, kv
-    return schedules._answer(job, answers)
-
-
-def backward(job: Job, given: Given, *, together: int) -> Triple:
-    """What a call gives to dk and dv is copied to the owners as it is, and each adds up what has
-    come for it. Half of the own block comes first, while keys travel, and half last, while the
-    last gradients do."""
-    assert job.window is not None
-    window, ranks, k = job.window, job.ranks, given.k
-    rows, keys, shape = given.q.shape[1], k.shape[1], _in_window(k)
-    rounds = _visits(job, rows, keys, together)
-    arrivals = _copy_keys(job, window, k, given.v, rounds)
-    dq = Parts(rows, accumulator(given.q.dtype), FASTEST)
-    schedules._head_start(k.device)
-    own_dk, own_dv, rest = schedules._own_backward(job, dq, given)
-    mine = [Parts(keys, accumulator(k.dtype), together + 2) for _ in range(2)]
-    for parts, own in zip(mine, (own_dk, own_dv), strict=True):
-        parts.add(slice(0, keys), own)
-
-    def slot(rank: int, owner: int) -> Tensor:
-        """The owner's room for what this rank gives to it."""
-        number, turn = _places(rank, ranks.size, together)[owner]
-        start = (number % 2 * together + turn) * 2 * k.numel()
-        return window.of(owner, "grads", shape, k.dtype, start)
-
-    def take(number: int) -> None:
-        """Adds what has come in a round."""
-        for rank in range(ranks.size):
-            block = None if rank == ranks.rank else job.blocks(rank, ranks.rank, rows, keys)
-            if block and _places(rank, ranks.size, together)[ranks.rank][0] == number:
-                for parts, came in zip(mine, slot(rank, ranks.rank), strict=True):
+    def _take(self, number: int) -> None:
+        """Adds what has come in a round, which all ranks have ended."""
+        assert self._before
+        self._before[0].wait()
+        me, size = self.job.ranks.rank, self.job.ranks.size
+        for rank in range(size):
+            block = None if rank == me else self.job.block(rank, me)
+            if block and _places(rank, size, self._together)[me][0] == number:
+                for parts, came in zip(self._grads, self._slot(rank, me), strict=True):
                     parts.add(block.keys, came[block.keys].transpose(0, 1))
 
-    before: tuple[Mark, list[Tensor]] | None = None
+    def give(self, block: Block, dk: Tensor, dv: Tensor) -> None:
+        if block.in_two:  # the own one
+            self._add(block.keys, dk, dv)
+            return
+        number, (keys, owners) = self._number, block.keys
+        last = block is self._rounds[number][-1]
+        grads = [t.to(self.k.dtype).transpose(0, 1).contiguous() for t in (dk, dv)]
+        self._sent += grads
+        if last and number:
+            self._take(number - 1)
+            for parts in self._grads:
+                parts.settle()  # the next round comes to the same place
+        window, me = self._window, self.job.ranks.rank
+        with window.beside():
+            pieces = zip(*(t.chunk(len(owners)) for t in grads), strict=True)
+            for owner, some in zip(owners, pieces, strict=True):
+                for to, grad in zip(self._slot(me, owner), some, strict=True):
+                    to[keys].copy_(grad)
+            if last:
+                window.fence()
+                self._before, self._sent = (window.mark(), self._sent), []
 
-    def work(number: int, visits: list[tuple[Visit, Tensor]]) -> tuple[Mark, list[Tensor]]:
-        """Gives the fence behind a round's copies, and what is not to be freed before that."""
-        sent: list[Tensor] = []
-        for left, (visit, kv) in zip(reversed(range(len(visits))), visits, strict=True):
-            here = given._replace(k=kv[0].transpose(0, 1), v=kv[1].transpose(0, 1))
-            dkv = schedules._grads(job, dq, here, Block(visit.rows, slice(None), False))
-            sent += (t.to(k.dtype).transpose(0, 1).contiguous() for t in dkv)
-            if not left and before:
-                before[0].wait()
-                take(number - 1)
-                for parts in mine:
-                    parts.settle()  # the next round comes to the same place
-            with window.beside():
-                pieces = zip(*(t.chunk(len(visit.owners)) for t in sent[-2:]), strict=True)
-                for owner, grads in zip(visit.owners, pieces, strict=True):
-                    for to, grad in zip(slot(ranks.rank, owner), grads, strict=True):
-                        to[visit.keys].copy_(grad)
-                if not left:
-                    window.fence()
-                    fence = window.mark()
-        return fence, sent
+    def _add(self, keys: slice, dk: Tensor, dv: Tensor) -> None:
+        for parts, grad in zip(self._grads, (dk, dv), strict=True):
+            parts.add(keys, grad)
 
-    for number, visits in enumerate(arrivals):
-        before = work(number, visits)
-        del visits
-    if rest:
-        schedules._head_start(k.device)
-        for parts, own in zip(mine, schedules._grads(job, dq, given, rest), strict=True):
-            parts.add(rest.keys, own)
-    assert before
-    before[0].wait()
-    take(len(rounds) - 1)
-    dk, dv = (parts.result(k.dtype)[0] for parts in mine)
-    return dq.result(given.q.dtype)[0], dk, dv
+    def end(self, rest: Rest) -> Pair:
+        if rest:
+            self._add(rest[0], *rest[1])
+        self._take(len(self._rounds) - 1)
+        dk, dv = (parts.result(self.k.dtype)[0] for parts in self._grads)
+        return dk, dv

@@ -57,8 +57,8 @@ def register_attention(
         ) from error
 
     options: dict[str, Any] = {
-        "layout": layout, "group": group, "algorithm": algorithm, "reduce_dtype": reduce_dtype,
-        "agreed": agreed, "copies": copies,
+        "layout": layout, "group": group, "reduce_dtype": reduce_dtype, "agreed": agreed,
+        "copies": copies,
     }  # fmt: skip
 
     def attention(
@@ -67,11 +67,12 @@ def register_attention(
         s_aux: Tensor | None = None, sliding_window: int | None = None,
         cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None, **more: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        given = {"attention_mask": attention_mask, "dropout": dropout or None}
-        for what, given_value in {**given, **{name: more.get(name) for name in REFUSED}}.items():
-            if given_value is not None:
+        refused = {"attention_mask": attention_mask, "dropout": dropout or None}
+        refused |= {name: more.get(name) for name in REFUSED}
+        for what, given in refused.items():
+            if given is not None:
                 raise ConfigError(
-                    f"ringx: {what} {reprlib.repr(given_value)}: not supported (use another "
+                    f"ringx: {what} {reprlib.repr(given)}: not supported (use another "
                     "attn_implementation, or a model without it)"
                 )
         for_q, for_k = cu_seq_lens_q, cu_seq_lens_k
@@ -82,12 +83,11 @@ def register_attention(
             )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-        seen: dict[str, Any] = {"cu_seqlens": cu_seq_lens_q, "window": sliding_window}
-        if sliding_window is not None:
-            seen["algorithm"] = "auto"
+        how = algorithm if sliding_window is None else "auto"
         out = ringx_attention(
-            q, k, v, causal=causal, scale=scaling, sink=s_aux, **{**options, **seen}
-        )
+            q, k, v, algorithm=how, causal=causal, scale=scaling, sink=s_aux,
+            cu_seqlens=cu_seq_lens_q, window=sliding_window, **options,
+        )  # fmt: skip
         assert isinstance(out, Tensor)
         return out, None
 

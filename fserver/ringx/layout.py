@@ -12,23 +12,16 @@ no difference to the rows. In both, positions start again at 0 in each document.
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Sequence
-from itertools import pairwise
-from operator import index
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fserver.errors import ConfigError, Error, ShapeError
 
-from .ranks import Group, Ranks, ranks_of, said
-
-LAYOUTS = ("contiguous", "zigzag")
-
-CuSeqlens = Tensor | Sequence[int]
-"""Cumulative lengths of packed documents, ``[D + 1]``, from 0 to the length of the sequence."""
+from .arguments import CuSeqlens, check_chunks, check_dim, check_layout, ends_of, whole
+from .ranks import Group, Ranks, ranks_of
+from .segments import ranges
 
 
 def positions(
@@ -51,10 +44,8 @@ def positions(
         rank: the rank, 0 to size - 1. None, as size: that of this process in the group.
         size: number of ranks.
         device: device of the result. None: the CPU.
-        group: the process group, or a DeviceMesh with one dimension, if rank and size are left out.
-            None: all ranks.
-        cu_seqlens: of packed documents, as in `ringx_attention`. Positions then start at 0 in each
-            document.
+        group: as in `ringx_attention`, if rank and size are left out.
+        cu_seqlens: as in `ringx_attention`. Positions then start at 0 in each document.
 
     Raises:
         ConfigError: the layout, rank, size, length or type of cu_seqlens is not valid.
@@ -85,57 +76,11 @@ def _rows(
         short, longer = divmod(length, size)
         start = rank * short + min(rank, longer)
         return torch.arange(start, start + short + (rank < longer), device=device)
-    if problem := chunk_problem(ends, size):
-        raise problem
+    check_chunks(ends, size)
     begins = torch.tensor(ends, device=device)
     chunks = begins.diff() // (2 * size)
     pairs = torch.stack((begins[:-1] + rank * chunks, begins[1:] - (rank + 1) * chunks), 1)
     return ranges(pairs.flatten(), chunks.repeat_interleave(2), length // size)
-
-
-def ranges(starts: Tensor, lengths: Tensor, total: int) -> Tensor:
-    """Returns so many numbers from each start on, as one tensor. `total`: the sum of lengths, with
-    which a GPU need not be waited for."""
-    skipped = starts - (lengths.cumsum(0) - lengths)
-    every = torch.arange(total, device=starts.device)
-    return every + skipped.repeat_interleave(lengths, output_size=total)
-
-
-def chunk_problem(ends: Sequence[int], size: int) -> Error | None:
-    """Returns the error if a document cannot be cut into 2N chunks, or None."""
-    for number, (start, stop) in enumerate(pairwise(ends)):
-        if over := (stop - start) % (2 * size):
-            which = f" of document {number}" if len(ends) > 2 else ""
-            return ShapeError(
-                f"ringx: length {stop - start}{which}: want a multiple of {2 * size} for layout "
-                f"zigzag over {size} ranks (pad it by {2 * size - over})"
-            )
-    return None
-
-
-def ends_of(cu_seqlens: CuSeqlens) -> tuple[int, ...]:
-    """Returns cu_seqlens as numbers.
-
-    Raises:
-        ConfigError: it is of another type, or on a GPU.
-        ShapeError: its numbers are not cumulative lengths.
-    """
-    found: Any = cu_seqlens
-    try:
-        if isinstance(found, Tensor):
-            found = found.tolist() if found.device.type == "cpu" else None
-        ends = tuple(map(index, found))
-    except TypeError:
-        raise ConfigError(
-            f"ringx: cu_seqlens {said(cu_seqlens)}: want whole numbers, in a sequence or in a "
-            "tensor on the CPU with one dimension"
-        ) from None
-    if len(ends) < 2 or ends[0] or [*ends] != sorted(ends):
-        raise ShapeError(
-            f"ringx: cu_seqlens {reprlib.repr(ends)}: want cumulative lengths, with 0 first and "
-            "the length of the whole sequence last"
-        )
-    return ends
 
 
 def shard(
@@ -153,17 +98,15 @@ def shard(
     Args:
         x: the whole tensor.
         layout: ``"contiguous"`` or ``"zigzag"``.
-        rank: the rank, 0 to size - 1. None, as size: that of this process in the group.
-        size: number of ranks.
         dim: the dimension of the tokens.
-        group, cu_seqlens: as in `positions`.
+        rank, size, group, cu_seqlens: as in `positions`.
 
     Raises:
         ConfigError: the layout, rank, size or type of cu_seqlens is not valid, or x is not a tensor
             with this dimension.
         ShapeError: as in `positions`.
     """
-    _has_dim("x", x, dim)
+    check_dim("x", x, dim)
     return x.index_select(dim, _rows(x.shape[dim], layout, rank, size, x.device, group, cu_seqlens))
 
 
@@ -178,8 +121,7 @@ def unshard(
             then all ranks of the group have to make the call, with tensors of one dtype.
         layout: ``"contiguous"`` or ``"zigzag"``.
         dim: the dimension of the tokens.
-        group: the process group, or a DeviceMesh with one dimension, if parts is one tensor. None:
-            all ranks.
+        group: as in `ringx_attention`, if parts is one tensor.
         cu_seqlens: as in `positions`.
 
     Raises:
@@ -193,7 +135,7 @@ def unshard(
     if not parts:
         raise ConfigError("ringx: parts (): want one tensor for each rank")
     for rank, part in enumerate(parts):
-        _has_dim(f"parts[{rank}]", part, dim)
+        check_dim(f"parts[{rank}]", part, dim)
     size, length = len(parts), sum(part.shape[dim] for part in parts)
     where = parts[0].device, None, cu_seqlens
     places = [_rows(length, layout, rank, size, *where) for rank in range(size)]
@@ -228,7 +170,7 @@ def _gathered(part: Tensor, dim: int, ranks: Ranks) -> list[Tensor]:
     problem: Error | None = None
     length, kind = 0, ()
     try:
-        _has_dim("parts", part, dim)
+        check_dim("parts", part, dim)
         length, rest = part.shape[dim], [*part.shape]
         rest[dim] = -1
         kind = part.dtype, dim % part.dim(), *rest
@@ -244,38 +186,9 @@ def _gathered(part: Tensor, dim: int, ranks: Ranks) -> list[Tensor]:
             f"{part.dtype} {tuple(part.shape)} with dim {dim}, in more than the length: want one "
             "dtype and shape"
         )
-    rows, longest = part.detach().movedim(dim, 0), max(lengths)
-    padded = rows.new_zeros((longest, *rows.shape[1:]))
+    rows = part.detach().movedim(dim, 0)
+    padded = rows.new_zeros((max(lengths), *rows.shape[1:]))
     padded[:length] = rows
     everybody = padded.new_empty((ranks.size, *padded.shape))
     ranks.gather(everybody.flatten(0, 1), padded).wait()
-    return [
-        theirs[:length].movedim(0, dim) for theirs, length in zip(everybody, lengths, strict=True)
-    ]
-
-
-def check_layout(layout: str) -> None:
-    """Raises a ConfigError unless the layout is valid."""
-    if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise ConfigError(f"ringx: layout {reprlib.repr(layout)}: want one of {LAYOUTS}")
-
-
-def whole(name: str, value: int, least: int) -> int:
-    """Returns a whole number that is not below the least one, else raises a ConfigError."""
-    try:
-        found = least - 1 if isinstance(value, bool) else index(value)
-    except TypeError:
-        found = least - 1
-    if found < least:
-        raise ConfigError(f"ringx: {name} {value!r}: want a whole number, {least} or more")
-    return found
-
-
-def _has_dim(name: str, value: Tensor, dim: int) -> None:
-    if not isinstance(value, Tensor):
-        raise ConfigError(f"ringx: {name} is of type {type(value).__name__}: want a torch.Tensor")
-    if not -value.dim() <= whole("dim", dim, -value.dim()) < value.dim():
-        raise ConfigError(
-            f"ringx: dim {dim}: {name}.shape is {tuple(value.shape)}, want {-value.dim()} to "
-            f"{value.dim() - 1}"
-        )
+    return [every[:count].movedim(0, dim) for every, count in zip(everybody, lengths, strict=True)]

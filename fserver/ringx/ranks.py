@@ -218,7 +218,8 @@ def ranks_of(group: object) -> Ranks:
 
 
 class Collective:
-    """A collective that has been started, in one piece or several."""
+    """A collective that has been started, in one piece or several. Keeps its tensors until it has
+    been waited for."""
 
     def __init__(
         self, ranks: Ranks, what: str, start: Callable[[], list[dist.Work]],
@@ -226,9 +227,11 @@ class Collective:
     ):  # fmt: skip
         self._ranks, self._what, self._limit = ranks, what, limit
         self._works = ranks.guarded(what, start)
+        self._kept: object = start  # has the tensors
 
     def wait(self) -> None:
         """Lets the current stream wait for the result, on a CPU the caller."""
         limit = () if self._limit is None else (self._limit,)
         for work in self._works:
             self._ranks.guarded(self._what, partial(work.wait, *limit))
+        self._kept = None

@@ -66,24 +66,17 @@ def _like_reference(algorithm: str) -> Callable[..., Any]:
     function.__doc__ = f"""Computes attention by algorithm {algorithm}, with the arguments of RingX.
 
     Args:
-        q: ``[B, Sq, H, D]``, the local queries.
-        k: ``[B, Sk, Hkv, D]``, the local keys.
-        v: ``[B, Sk, Hkv, D]``, the local values.
-        dropout_p: must be 0.
-        softmax_scale: factor of the scores, above 0. None: ``1 / sqrt(D)``.
+        q, k, v, group: as in `ringx_attention`.
+        softmax_scale: its ``scale``.
         causal: must be {True in ALGORITHMS[algorithm].masks}.
-        window_size: must be ``(-1, -1)``.
-        alibi_slopes: must be None.
+        dropout_p, window_size, alibi_slopes: must be 0, ``(-1, -1)`` and None.
         deterministic: True needs ``torch.use_deterministic_algorithms(True)`` on GPUs.
-        return_attn_probs: whether to return ``(out, lse, None)``.
-        group: the process group, or a DeviceMesh with one dimension. None: all ranks.
 
     Returns:
         out, ``[B, Sq, H, D]`` of the dtype of q. With return_attn_probs ``(out, lse, None)``.
 
     Raises:
-        ConfigError: as ``ringx_attention``.
-        ShapeError: as ``ringx_attention``.
+        ConfigError, ShapeError: as `ringx_attention`.
     """
     return function
 

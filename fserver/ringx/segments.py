@@ -101,7 +101,7 @@ def _lengths(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns what the operator takes by position of the documents, and what it takes by name."""
     both = ((segments.rows, q.shape[1]), (segments.keys, k.shape[1]))
-    stream = torch.cuda.current_stream(q.device).cuda_stream
+    stream = stream_of(q.device)
     ends = (_ends(of, q.shape[0], length, q.device, stream) for of, length in both)
     longest = (max(stop - start for start, stop in pairwise(of)) for of, _ in both)
     options: dict[str, Any] = {"scale": scale}
@@ -125,3 +125,16 @@ def on_device(numbers: list[int], device: torch.device) -> Tensor:
     """Returns them as a tensor there; a GPU is not waited for."""
     made = torch.tensor(numbers)
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+
+
+def stream_of(device: torch.device) -> int:
+    """Identifies the current stream of a device."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def ranges(starts: Tensor, lengths: Tensor, total: int) -> Tensor:
+    """Returns so many numbers from each start on, as one tensor. `total`: the sum of lengths, with
+    which a GPU need not be waited for."""
+    skipped = starts - (lengths.cumsum(0) - lengths)
+    every = torch.arange(total, device=starts.device)
+    return every + skipped.repeat_interleave(lengths, output_size=total)

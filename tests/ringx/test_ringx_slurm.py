@@ -48,7 +48,9 @@ for SLURM_PROCID in 0 1; do
   export SLURM_PROCID SLURM_LOCALID=$SLURM_PROCID
   "$@" & tasks+=($!)
 done
-for task in "${{tasks[@]}}"; do wait "$task" || failed=1; done
+for task in "${{tasks[@]}}"; do
+  wait -n || {{ failed=1; kill "${{tasks[@]}}" 2>/dev/null; }} # --kill-on-bad-exit
+done
 exit ${{failed:-0}}
 """
 

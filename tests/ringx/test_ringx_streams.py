@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fserver.errors import ConfigError
-from fserver.ringx import copies, kernels, positions, ringx_attention
+from fserver.ringx import kernels, positions, ringx_attention, schedules
 from fserver.ringx.algorithms import ALGORITHMS
+from fserver.ringx.copies import Copies
 from fserver.ringx.kernels import Given
 from fserver.ringx.schedules import Job
 
@@ -129,6 +131,7 @@ def test_four_ranks(algorithm: str, together: int) -> None:
         device, found = shared.devices[me], []
         torch.cuda.set_device(device)
         window: Any = Window(shared, me)
+        exchange = partial(Copies, together=together)
         ranks: Any = SimpleNamespace(rank=me, size=RANKS)
         lengths = [ROWS] * RANKS
         blocks = how.masks[causal]
@@ -136,10 +139,10 @@ def test_four_ranks(algorithm: str, together: int) -> None:
         with torch.cuda.stream(torch.cuda.Stream(device)):
             for q, k, v, dout in parts[me]:
                 with window.call():
-                    out, lse = copies.forward(job, q, k, v, together=together)
+                    out, lse = schedules.forward(job, q, k, v, exchange)
                 given = Given(dout, q, k, v, out.contiguous(), lse)
                 with window.call():
-                    found.append([out, *copies.backward(job, given, together=together)])
+                    found.append([out, *schedules.backward(job, given, exchange)])
         torch.cuda.synchronize(device)
         return found
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from exact import ROWS, Problem, assembled, attend, check, dense, errors
 from files import in_window, in_window_poisoned, windowed
-from test_ringx_schedules import attend_mutated, counted, made_wrong
+from test_ringx_schedules import GLOBAL, LOCAL, attend_mutated, counted, made_wrong
 from world import GROUPS, Rank, World
 
 import fserver
@@ -206,15 +206,8 @@ def mutated(me: Rank, *args: Any) -> Any:
         return attend_mutated(me, *args, copies=True)
 
 
-GLOBAL = "here = given._replace(k=kv[0].transpose(0, 1), v=kv[1].transpose(0, 1))"
-LOCAL = f"""{GLOBAL}
-            out, lse = torch.zeros_like(given.q), torch.zeros_like(given.lse)
-            out[:, visit.rows], lse[:, :, visit.rows] = kernels.forward(
-                given.q[:, visit.rows], here.k, here.v, False, job.scale
-            )
-            here = here._replace(out=out, lse=lse)"""
-NOT_COPIED = "to[visit.keys].copy_(grad)"
-NOT_TAKEN = "take(len(rounds) - 1)"
+NOT_COPIED = "to[keys].copy_(grad)"
+NOT_TAKEN = "self._take(len(self._rounds) - 1)"
 
 
 @pytest.mark.parametrize("algorithm", NAMES)
