@@ -15,7 +15,9 @@
  *
  * sends each size from one GPU to the other and back, through pinned memory and
  * a TCP socket of this host, in pieces that are copied while others travel.
- * Prints the bytes and the median of the round trips in nanoseconds. */
+ * Prints the bytes and the median of the round trips in nanoseconds; for what is
+ * one piece, also what they take without the copies: sockets that send what a
+ * GPU has just written. */
 #define _GNU_SOURCE
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -148,7 +150,7 @@ static int copies(int gpu, int core, char **sizes) {
   return 0;
 }
 
-#define PIECE ((size_t)512 << 10)
+#define PIECE ((size_t)1 << 20)
 
 /* One of the two processes. */
 struct staging {
@@ -158,19 +160,32 @@ struct staging {
   volatile unsigned long long *page;
   CUdeviceptr flag; /* of out, and behind it that of in */
   unsigned long long outs, ins;
+  int alone;         /* nothing is sent while the GPU copies */
+  long long copying; /* then, how long it copied */
 };
 
 static size_t piece(size_t bytes, size_t at) {
   return bytes - at < PIECE ? bytes - at : PIECE;
 }
 
+/* Waits until the GPU has done so many copies, and notes how long they took. */
+static void copied(struct staging *s, int which, unsigned long long number,
+                   long long start) {
+  while (s->page[which] < number)
+    ;
+  s->copying += now() - start;
+}
+
 static void push(struct staging *s, size_t bytes) {
   unsigned long long number = s->outs;
+  const long long start = now();
   for (size_t at = 0; at < bytes; at += PIECE) {
     MUST(cuMemcpyAsync((CUdeviceptr)(s->sent + at), (CUdeviceptr)(s->gpu + at),
                        piece(bytes, at), s->out));
     MUST(cuStreamWriteValue64(s->out, s->flag, ++s->outs, 0));
   }
+  if (s->alone)
+    copied(s, 0, s->outs, start);
   for (size_t at = 0; at < bytes; at += PIECE) {
     for (number++; s->page[0] < number;)
       ;
@@ -184,6 +199,7 @@ static void push(struct staging *s, size_t bytes) {
 }
 
 static void pull(struct staging *s, size_t bytes) {
+  long long start = 0;
   for (size_t at = 0; at < bytes; at += PIECE) {
     for (size_t done = 0, n = piece(bytes, at); done < n;) {
       const ssize_t k =
@@ -191,12 +207,12 @@ static void pull(struct staging *s, size_t bytes) {
       MUST(k == 0);
       done += k > 0 ? (size_t)k : 0;
     }
+    start = now();
     MUST(cuMemcpyAsync((CUdeviceptr)(s->gpu + at), (CUdeviceptr)(s->came + at),
                        piece(bytes, at), s->in));
     MUST(cuStreamWriteValue64(s->in, s->flag + 64, ++s->ins, 0));
   }
-  while (s->page[8] < s->ins)
-    ;
+  copied(s, 8, s->ins, start);
 }
 
 /* Connects two processes; the child's is the other end. */
@@ -217,6 +233,32 @@ static int apart(int *me) {
   return s;
 }
 
+/* The median of round trips, without the copies if they are alone. */
+static long long trips(struct staging *s, int me, size_t bytes, int times) {
+  static long long took[TIMES];
+  for (int i = -10; i < times; i++) {
+    long long theirs = 0;
+    if (!me) /* as who has just computed something */
+      MUST(cudaMemset(s->gpu, i, 8) || cudaDeviceSynchronize());
+    s->copying = 0;
+    const long long start = now();
+    if (me)
+      pull(s, bytes);
+    push(s, bytes);
+    if (!me)
+      pull(s, bytes);
+    const long long end = now();
+    if (me)
+      MUST(send(s->socket, &s->copying, sizeof theirs, MSG_NOSIGNAL) < 0);
+    else
+      MUST(recv(s->socket, &theirs, sizeof theirs, MSG_WAITALL) !=
+           sizeof theirs);
+    took[i < 0 ? 0 : i] = end - start - (s->alone ? s->copying + theirs : 0);
+  }
+  qsort(took, (size_t)times, sizeof *took, by_size);
+  return took[times / 2];
+}
+
 static int staged(char **argv) {
   int me;
   struct staging s = {.socket = apart(&me)};
@@ -230,24 +272,16 @@ static int staged(char **argv) {
   for (char **size = argv + 4; *size; size++) {
     const size_t bytes = strtoull(*size, NULL, 10);
     const int times = bytes < 4 << 20 ? TIMES : 50;
-    static long long took[TIMES];
+    long long took[2];
     MUST(cudaMalloc((void **)&s.gpu, bytes));
     MUST(cudaHostAlloc((void **)&s.sent, bytes, cudaHostAllocDefault));
     MUST(cudaHostAlloc((void **)&s.came, bytes, cudaHostAllocDefault));
-    for (int i = -10; i < times; i++) {
-      if (!me) /* as who has just computed something */
-        MUST(cudaMemset(s.gpu, i, 8) || cudaDeviceSynchronize());
-      const long long start = now();
-      if (me)
-        pull(&s, bytes);
-      push(&s, bytes);
-      if (!me)
-        pull(&s, bytes);
-      took[i < 0 ? 0 : i] = now() - start;
-    }
-    qsort(took, (size_t)times, sizeof *took, by_size);
-    if (!me)
-      printf("%zu %lld\n", bytes, took[times / 2]);
+    for (s.alone = 0; s.alone < (bytes > PIECE ? 1 : 2); s.alone++)
+      took[s.alone] = trips(&s, me, bytes, times);
+    if (!me && bytes > PIECE)
+      printf("%zu %lld\n", bytes, took[0]);
+    else if (!me)
+      printf("%zu %lld %lld\n", bytes, took[0], took[1]);
     MUST(cudaFree(s.gpu) || cudaFreeHost(s.sent) || cudaFreeHost(s.came));
   }
   if (!me)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Times attention over several GPUs: ringx, torch's context_parallel, and a GPU alone, in one run.
 
-    torchrun --nproc-per-node 4 tools/ringx_bench.py time --tokens 32K,64K --json time-4.json
-    NCCL_P2P_DISABLE=1 torchrun ... tools/ringx_bench.py time --label "slow link" ...
+    torchrun --nproc-per-node 4 tools/ringx_bench.py --tokens 32K,64K --json time-4.json
+    NCCL_P2P_DISABLE=1 torchrun ... tools/ringx_bench.py ...
 
 The heads are those of Llama-3-8B (32 and 8, of 128) under a causal mask, and 32 of each without
 one. "ideal" is the time of one GPU for the whole sequence, divided by the number of GPUs. Without
@@ -24,7 +24,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -36,11 +35,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fserver.ringx import kernels, positions, ringx_attention
+from fserver.ringx import positions, ringx_attention
 from fserver.ringx.algorithms import ALGORITHMS
-from fserver.ringx.ranks import Ranks, ranks_of
-from fserver.ringx.window import Window
+from fserver.ringx.ranks import ranks_of
 
+WARM = 5  # calls
 NAMES = ("cudnn", "flash", "efficient")
 KERNELS = {name: getattr(SDPBackend, f"{name.upper()}_ATTENTION") for name in NAMES}
 
@@ -91,55 +90,26 @@ def ways(causal: bool, tokens: int, device: torch.device) -> Iterator[Way]:
         yield Way(f"torch {rotation}", layout, local, around, of="torch")
 
 
-def timed(call: Callable[[], None], warmup: int, count: int, on_gpu: bool, in_a_row: int) -> float:
-    """Median milliseconds of a call on the slowest rank, of so many in a row as in the layers of a
-    model. All ranks start together."""
+def timed(call: Callable[[], None], count: int, on_gpu: bool) -> float:
+    """Median milliseconds of a call on the slowest rank. All ranks start together."""
     took = []
-    for _ in range(warmup + count):
+    for _ in range(WARM + count):
         dist.barrier()
         if on_gpu:
             torch.cuda.synchronize()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
         begin = time.perf_counter()
-        for _ in range(in_a_row):
-            call()
+        call()
         ms = (time.perf_counter() - begin) * 1e3
         if on_gpu:
             end.record()
             end.synchronize()
             ms = start.elapsed_time(end)
-        took.append(ms / in_a_row)
-    slowest = torch.tensor(took[warmup:], device="cuda" if on_gpu else "cpu")
+        took.append(ms)
+    slowest = torch.tensor(took[WARM:], device="cuda" if on_gpu else "cpu")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return statistics.median(slowest.tolist())
-
-
-@contextmanager
-def without_collectives() -> Iterator[None]:
-    """Schedules exchange nothing and work on whatever is there."""
-    done, of = SimpleNamespace(wait=lambda: None), Window.of
-    names = "broadcast sum_at maximum gather scatter_sum exchange pass_on".split()
-    mine = lambda window, _, *what: of(window, dist.get_rank(), *what)  # noqa: E731
-    with (
-        mock.patch.multiple(Ranks, **{name: lambda *_: done for name in names}),
-        mock.patch.multiple(Window, fence=lambda _: None, of=mine),
-    ):
-        yield
-
-
-@contextmanager
-def without_kernels() -> Iterator[None]:
-    """Schedules exchange and merge, and the kernels do nothing."""
-
-    def forward(q: Tensor, *_: Any) -> kernels.Pair:
-        return torch.empty_like(q), torch.empty_like(q[..., 0].mT, dtype=torch.float32)
-
-    def backward(given: kernels.Given, *_: Any) -> list[Tensor]:
-        return [torch.empty_like(t) for t in given[1:4]]
-
-    with mock.patch.multiple(kernels, forward=forward, backward=backward):
-        yield
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
@@ -183,22 +153,17 @@ def measure_one(
 
     forward = partial(torch.no_grad()(way.attend), *leaves)
     flop = 4 * tokens**2 * heads * dim * (0.5 if causal else 1) / ranks
-    run = partial(timed, on_gpu=on_gpu, in_a_row=options.in_a_row)
     try:
         with way.around():
             used = torch.cuda.memory_allocated()
             for name, call, work in (("forward", forward, 1), ("both", both, 3.5)):
                 if on_gpu:
                     torch.cuda.reset_peak_memory_stats()
-                took = row[f"{name}_ms"] = run(call, options.warmup, options.iterations)
+                took = row[f"{name}_ms"] = timed(call, options.iterations, on_gpu)
                 row[f"{name}_peak_gb"] = (torch.cuda.max_memory_allocated() - used) / 1e9
                 row[f"{name}_tflops_per_gpu"] = flop * work / took / 1e9
                 alone_ms = ideal.setdefault(name, took if not shared else math.nan)
                 row[f"{name}_of_ideal"] = alone_ms / (took * size if shared else took)
-                for context in (without_collectives, without_kernels):
-                    if way.of == "ringx" and options.parts:
-                        with context():
-                            row[f"{name}_{context.__name__}_ms"] = run(call, 2, 5)
             if "copies" in way.name and (window := ranks_of(None).kept.window):
                 row["window_gb"] = window.size / 1e9  # beside the peaks, kept since then
     except Exception as error:
@@ -223,17 +188,12 @@ def say(text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("command", choices=("time",))
     add("--json", metavar="FILE")
     add("--tokens", default="8K,32K,64K,128K,256K", help="of the whole sequence; 8K is 8,192")
     add("--mask", choices=("causal", "full", "both"), default="causal")
     add("--ways", help="only these, by name, with commas")
     add("--kernel", choices=[*KERNELS], default="cudnn")
     add("--iterations", type=int, default=20)
-    add("--warmup", type=int, default=5)
-    add("--in-a-row", type=int, default=1, help="calls that are timed together")
-    add("--label", default="", help="for the rows: what is special about this run")
-    add("--parts", action="store_true", help="also without collectives, or kernels")
     options = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")

@@ -8,8 +8,9 @@ number. On a GPU a server handles no numbers in timed exchanges: that takes long
 
 import ctypes
 import faulthandler
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -145,6 +146,16 @@ class Actor:
         """The transports that this process's nodes use."""
         return sorted({link.transport for node in self.nodes for link in node.links()})
 
+    def members(self, patience: float = 0) -> list[dict[str, Any]]:
+        """The members of the first connection; none if it is not made of several. Waits until each
+        is connected, but not for more seconds than `patience`."""
+        end = time.monotonic() + patience
+        while True:
+            found = [m._asdict() for m in self.nodes[0].links()[0].members]
+            if time.monotonic() >= end or not any(m["reason"] for m in found):
+                return found
+            time.sleep(0.01)
+
 
 class Request:
     """The tensors of one worker for one stage."""
@@ -164,13 +175,9 @@ class Request:
         # The first tensor of a push has the number, so of an echo the first has it too.
         answers = self.pull[:: len(case.back)] if case.echoes else self.pull
         self.got = [number(t) for t in answers if numbered] or [self.sent]
-
-    def post(self) -> int:
-        """Starts an exchange."""
-        handle: int = self.node.push_pull(
-            self.push, self.push_keys, self.pull, self.pull_keys, need_event=True
-        )
-        return handle
+        # With no keyword, because a partial call with one takes longer.
+        sent = self.push, self.push_keys, self.pull, self.pull_keys, True
+        self.post: Callable[[], int] = partial(node.push_pull, *sent)
 
 
 class WorkerActor(Actor):
@@ -210,12 +217,14 @@ class WorkerActor(Actor):
         return figures(self.run(count))
 
     def run(self, count: int) -> list[int]:
-        """`count` exchanges; gives their times in ns. To write and check the numbers is not in
-        them."""
-        requests, now, samples = self.requests[0], time.perf_counter_ns, []
-        if len(requests) == 1:
-            return self._run_alone(requests[0], count)
-        for i in range(self.sequence + 1, self.sequence + 1 + count):
+        """`count` exchanges, of the stages in turn; gives their times in ns. To write and check the
+        numbers is not in them."""
+        now, samples, self.handles = time.perf_counter_ns, list[int](), list[int]()
+        numbers = range(self.sequence + 1, self.sequence + 1 + count)
+        self.sequence += count
+        if len(self.requests[0]) == 1:
+            return self._run_alone(numbers)
+        for i, requests in zip(numbers, itertools.cycle(self.requests), strict=False):
             for request in requests:
                 request.sent.value = i
             start = now()
@@ -225,24 +234,22 @@ class WorkerActor(Actor):
             samples.append(now() - start)
             for request in requests:
                 self.check_numbers(request.got, i)
-        self.sequence += count
         return samples
 
-    def _run_alone(self, request: Request, count: int) -> list[int]:
-        """The same for one worker, with nothing but the two calls between the times."""
-        push_pull, wait, now = request.node.push_pull, request.node.wait, time.perf_counter_ns
-        push, pull = request.push, request.pull
-        push_keys, pull_keys = request.push_keys, request.pull_keys
-        sent, samples = request.sent, []
-        for i in range(self.sequence + 1, self.sequence + 1 + count):
-            sent.value = i
+    def _run_alone(self, numbers: range) -> list[int]:
+        """The same for one worker, with nothing but the two calls between the times. Keeps the
+        handles."""
+        now, samples, wait = time.perf_counter_ns, list[int](), self.nodes[0].wait
+        for i, (request,) in zip(numbers, itertools.cycle(self.requests), strict=False):
+            post = request.post
+            request.sent.value = i
             start = now()
-            handle = push_pull(push, push_keys, pull, pull_keys, need_event=True)
+            handle = post()
             wait(handle, TIMEOUT_MS)
             end = now()
             samples.append(end - start)
+            self.handles.append(handle)
             self.check_numbers(request.got, i)
-        self.sequence += count
         return samples
 
 
@@ -279,28 +286,22 @@ class ServerActor(Actor):
     def run(self, count: int) -> None:
         """`count` exchanges, with as little as can be between the calls."""
         get_batch, respond = self.nodes[0].get_batch, self.nodes[0].respond
-        echo, pull, stages = self.case.echoes, bool(self.case.back), self.case.stages
-        first, numbered = self.sequence + 1, self.case.device == "cpu"
-        for i in range(first, first + count):
+        echo, numbered = self.case.echoes, self.case.device == "cpu"
+        pushed = numbered and not self.case.back
+        first, stages = self.sequence + 1, list(zip(self.answers, self.stamps, strict=True))
+        for i, (answer, stamps) in zip(
+            range(first, first + count), itertools.cycle(stages), strict=False
+        ):
             batch = get_batch(TIMEOUT_MS)
             if not batch:
                 raise AssertionError(f"{self.case}: exchange {i}: no request came")
-            if echo:
-                for request in batch:
-                    respond(request[1], request[0], need_event=False)
-            elif pull:
-                stage = (i - first) % stages
-                if numbered:
-                    for stamp in self.stamps[stage]:
-                        stamp.value = i
-                answer = self.answers[stage]
-                for request in batch:
-                    respond(answer, request[0], need_event=False)
-            else:
-                for request in batch:
-                    if numbered:
-                        self.check_numbers([number(request[1][0])], i)
-                    respond([], request[0], need_event=False)
+            if numbered:
+                for stamp in stamps:
+                    stamp.value = i
+            for request in batch:
+                if pushed:
+                    self.check_numbers([number(request[1][0])], i)
+                respond(request[1] if echo else answer, request[0], need_event=False)
             del batch, request  # now, while the worker is busy, not before the next answer
         self.sequence += count
 
@@ -313,7 +314,6 @@ class ServerActor(Actor):
         return batch
 
     def answer(self, batch: Batch, stage: int) -> None:
-        """Answers them."""
         for stamp in self.stamps[stage]:
             stamp.value = self.sequence
         for handler, tensors, _ in batch:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import report
-from .actors import TIMEOUT_MS, WorkerActor
-from .crew import Case, Member, Nodes, start
-from .options import parser, positive, seconds_of, size, transport_of
+from .actors import WorkerActor
+from .crew import Case, Member, Nodes, connected
+from .options import TWO_HOSTS, check_hosts, parser, positive, seconds_of, size, transport_of
+from .remote import CommandingWorker, members, serve
 from .run import Run
-from .turns import CrewPlayer, Way
+from .turns import Way
 
 BUDGET_US = 273.0  # of a round trip: 61 layers x 3 stages at 20 tokens/s
 TRACES = 4096  # push_pulls whose stamps a worker remembers
@@ -55,6 +56,7 @@ PARSER = parser(
     ("--back-bytes", size, "256K", "bytes of each answer"),
     seconds_of(1.0),
     transport_of("tcp"),
+    *TWO_HOSTS,
     rounds=5,
 )
 
@@ -64,33 +66,19 @@ class LayersActor(WorkerActor):
 
     def measure(self, warmup: int, count: int) -> dict[str, Any]:
         """Times each stage of each layer in `count` steps."""
-        samples: list[int] = []
-        steps, traces = [], []
-        for _ in range(warmup):
-            self._step([])
+        samples, steps, traces = list[int](), [], []
+        self.run(warmup * self.case.unit)
         for _ in range(count):
             start = time.perf_counter_ns()
-            handles = self._step(samples)
+            samples += self.run(self.case.unit)
             steps.append(time.perf_counter_ns() - start)
-            traces += [self.nodes[0].fetch_trace(handle) for handle in handles]
+            traces += [self.nodes[0].fetch_trace(handle) for handle in self.handles]
         step_ms = statistics.median(steps) / 1e6
         return {**report.figures(samples), "step_ms": step_ms, "parts_us": medians(traces)}
 
-    def _step(self, samples: list[int]) -> list[int]:
-        """All layers once; adds the time of each round trip, in nanoseconds, and gives their
-        handles."""
-        now, wait, handles = time.perf_counter_ns, self.nodes[0].wait, []
-        for _ in range(self.case.unit // self.case.stages):
-            for (request,) in self.requests:
-                self.sequence += 1
-                request.sent.value = self.sequence
-                start = now()
-                handle = request.post()
-                wait(handle, TIMEOUT_MS)
-                samples.append(now() - start)
-                handles.append(handle)
-                self.check_numbers(request.got, self.sequence)
-        return handles
+
+class FarLayersActor(CommandingWorker, LayersActor):
+    """The same with a server on another host."""
 
 
 def parts(t: Sequence[int]) -> dict[str, int]:
@@ -113,29 +101,37 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
     if options.layers * options.stages > TRACES:
         shape = f"--layers {options.layers} x --stages {options.stages}"
         PARSER.error(f"{shape}: want at most {TRACES}")
+    check_hosts(PARSER, options)
+    if options.role and (options.workers, options.servers) != (1, 1):
+        PARSER.error("--role: want --workers 1 and --servers 1")
     with Run("af", options, nodes, COLUMNS, options.rounds) as run:
-        run.header()
-        found = _measure(run)
-        run.add(found)
+        hosts = {"host": options.host, "scheduler": options.scheduler}
+        cluster = connected(_members(run), nodes, options.transport, **hosts)
+        if options.role == "server":
+            serve(cluster, options.scheduler)
+            return 0
+        run.table([_measure(run, run.ours(run.enter_context(cluster)))])
         print(f"\n{'median time of each part of a round trip':<52}{'µs':>9}")
         for name, (text, _) in PARTS.items():
-            print(f"  {text:<50}{found['parts_us'][name]:>9.1f}")
-        run.finish(budget_us=BUDGET_US)
+            print(f"  {text:<50}{run.rows[0]['parts_us'][name]:>9.1f}")
     return 0
 
 
-def _measure(run: Run) -> dict[str, Any]:
+def _members(run: Run) -> list[Member]:
     options, cores = run.options, run.cores
+    if options.role:
+        return members(cores, options.role, FarLayersActor)
     workers, servers = range(options.workers), range(options.servers)
-    members = [Member(f"worker {i}", LayersActor, "worker", cores[0]) for i in workers]
-    members += [Member(f"server {i}", "actors.ServerActor", "server", cores[1]) for i in servers]
+    found = [Member(f"worker {i}", LayersActor, "worker", cores[0]) for i in workers]
+    found += [Member(f"server {i}", "actors.ServerActor", "server", cores[1]) for i in servers]
+    return found
+
+
+def _measure(run: Run, way: Way) -> dict[str, Any]:
+    options = run.options
     out = (options.bytes,) * options.tensors
     back = (options.back_bytes,) * options.back_tensors
     unit = options.layers * options.stages
-    crew = run.enter_context(start(members, run.nodes))
-    run.enter_context(crew.cluster(options.transport))
-    transport = crew.transport()
-    way = Way(transport, CrewPlayer(crew), run.raw(transport))
     # What one worker moves in one exchange.
     whole = Case("af", out * options.servers, back * options.servers)
     run.measure([way], Case("pull", out, back, stages=options.stages, unit=unit), whole)

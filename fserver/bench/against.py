@@ -9,7 +9,7 @@ import contextlib
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,8 @@ from fserver import _loader
 
 from . import report
 from .crew import Case, Crew, pair_of, start
-from .report import Figures
 from .run import Run
-from .turns import CrewPlayer, take_turns
+from .turns import FreshPlayer, Way
 
 ROUNDS = 20
 LIMIT = 1.03  # a ratio that is surely above means slower
@@ -44,50 +43,35 @@ def checkout(text: str) -> Path:
 
 def name(root: Path) -> str:
     """A checkout, for people: its folder, and its commit if it has one."""
-    commit = report.commit(root)
+    commit = report.commit(root / "fserver")
     return f"{root} ({commit})" if commit else str(root)
 
 
-def rows(run: Run, transport: str, planned: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """Measures the cases with a pair of processes of each build on the same cores.
+def way(run: Run, stack: contextlib.ExitStack, transport: str, device: str) -> Way:
+    """This build, and as its raw way the other one: a pair of processes of each on the same cores,
+    which end with the stack."""
+    theirs, ours = (
+        Way(name(root), FreshPlayer(_start(stack, root, run), transport, device=device))
+        for root in (run.options.against, HERE)
+    )
+    ours.raw = theirs
+    return ours
 
-    Each round has new nodes, connections and tensors, because where memory lies can change a round
-    trip by more than what is looked for. In a round the builds take turns case by case, and the
-    build that is first changes with the round.
 
-    In a row, "baseline_" is of the other build. "ratio" is the median of the ratios of the rounds,
-    of this build's p50 to the other's; "ratio_low" and "ratio_high" are its 95 % interval.
-    """
-    options = run.options
-    found: dict[int, list[list[Figures]]] = {case.key: [[], []] for case in planned}
-    ways: dict[str, None] = {}
-    with contextlib.ExitStack() as stack:
-        crews = [_start(stack, root, run) for root in (HERE, options.against)]
-        for turn in range(options.rounds):
-            order = 1 if turn % 2 == 0 else -1
-            with contextlib.ExitStack() as clusters:
-                for crew in crews[::order]:
-                    clusters.enter_context(crew.cluster(transport, device=planned[0].device))
-                players = [CrewPlayer(crew) for crew in crews[::order]]
-                for case in planned:
-                    for player in players:
-                        player.prepare(case)
-                    figures = take_turns(players, 1, options.seconds, options.iters, run.step)
-                    for mine, (one,) in zip(found[case.key], figures[::order], strict=True):
-                        mine.append(one)
-                ways.update((crew.transport(), None) for crew in crews)
-    for case in planned:
-        ours, theirs = found[case.key]
-        ratios = [a["p50_us"] / b["p50_us"] for a, b in zip(ours, theirs, strict=True)]
-        low, high = report.median_interval(ratios)
-        moved = sum(case.out), sum(case.back)
-        yield {
-            **report.row("/".join(ways), case.op, *moved, ours, theirs),
-            "baseline": name(options.against),
-            "ratio": round(statistics.median(ratios), 4),
-            "ratio_low": round(low, 4),
-            "ratio_high": round(high, 4),
-        }
+def row(way: Way, case: Case) -> dict[str, Any]:
+    """The row of this build, in which "baseline_" is of the other one. "ratio" is the median of the
+    ratios of the rounds; "ratio_low" and "ratio_high" are its 95 % interval."""
+    theirs = way.raw.rounds if way.raw else []
+    both = list(zip(way.rounds, theirs, strict=True))
+    ratios = [mine["p50_us"] / its["p50_us"] for mine, its in both]
+    low, high = report.median_interval(ratios)
+    return {
+        **way.row(case),
+        "transport": "/".join(dict.fromkeys(one["transport"] for pair in both for one in pair)),
+        "ratio": round(statistics.median(ratios), 4),
+        "ratio_low": round(low, 4),
+        "ratio_high": round(high, 4),
+    }
 
 
 def _start(stack: contextlib.ExitStack, root: Path, run: Run) -> Crew:

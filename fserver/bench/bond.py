@@ -1,21 +1,19 @@
 """`fserver bench bond`: one connection over several interfaces, RDMA devices or queue pairs."""
 
 import argparse
-import contextlib
 import itertools
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import options as opts
 from . import report
-from .actors import WorkerActor
-from .crew import Case, Crew, Member, Nodes, pair_of, start
-from .remote import CommandingWorker
+from .crew import Case, Nodes, start
+from .remote import SERVE_S, members
 from .run import Run
-from .turns import CrewPlayer, take_turns
+from .turns import FreshPlayer, Way
 
+ROLES = ("worker", "server")
 LAGS = ("0", "1", "port1", "port2")
 COLUMNS = (
     report.Column("over", -24, "over"),
@@ -47,30 +45,17 @@ PARSER = opts.parser(
 Shares = list[dict[str, Any]]
 
 
-class Way(NamedTuple):
-    """A name, and the settings of each role."""
+class Bonded(FreshPlayer):
+    """Adds the members of the connection, before and after. Where the worker is on another host,
+    it serves."""
 
-    name: str
-    worker: dict[str, str]
-    server: dict[str, str]
-
-
-class Members(WorkerActor):
-    """A worker that knows the members of its connection."""
-
-    def members(self, patience: float = 0) -> Shares:
-        """All members; none if it is not made of several. Waits until each is connected, but not
-        for more seconds than `patience`."""
-        end = time.monotonic() + patience
-        while True:
-            found = [m._asdict() for m in self.nodes[0].links()[0].members]
-            if time.monotonic() >= end or not any(m["reason"] for m in found):
-                return found
-            time.sleep(0.01)
-
-
-class FarMembers(Members, CommandingWorker):
-    """Its server is on another host."""
+    def round(self, warmup: int, count: int) -> report.Figures:
+        if self.crew.peers[0].name == "server":
+            self.crew.all("serve", timeout=SERVE_S)
+            return {"iters": count, "p50_us": 1.0, "p99_us": 1.0, "members": ([], [])}
+        before = self.crew.one("worker", "members", PATIENCE)
+        found = super().round(warmup, count)
+        return {**found, "members": (before, self.crew.one("worker", "members"))}
 
 
 def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutable)
@@ -79,84 +64,57 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
     if bool(options.interfaces) == bool(options.devices):
         PARSER.error("give either --interfaces (TCP) or --devices (RDMA)")
     opts.check_hosts(PARSER, options)
-    compared = ways(options)
-    with Run("bond", options, nodes, COLUMNS, options.rounds * len(compared)) as run:
+    compared = settings(options)
+    with Run("bond", options, nodes, COLUMNS, options.rounds * len(options.sizes)) as run:
+        crew = run.enter_context(start(members(run.cores, options.role), nodes))
+        where = {"host": options.host, "scheduler": options.scheduler}
+        transport = "tcp" if options.interfaces else "verbs"
+        ways = [
+            Way(name, Bonded(crew, transport, **where, by_role=by_role))
+            for name, by_role in compared.items()
+        ]
+        for way in ways:
+            way.raw = ways[0]
+        rows = _rows(run, ways)
         if options.role == "server":
-            _serve(run, compared)
-            return 0
-        run.header()
-        for row in _rows(run, compared):
-            run.add(row)
-        run.finish()
+            print(f"bench: the server waits for the worker at {options.scheduler}", file=sys.stderr)
+            list(rows)
+        else:
+            run.table(rows)
     return 0
 
 
-def ways(options: argparse.Namespace) -> list[Way]:
-    """What is compared, the baseline first."""
+def _rows(run: Run, ways: Sequence[Way]) -> Iterator[dict[str, Any]]:
+    """The rows of all sizes; on the host of the server there is nothing in them."""
+    for size in run.options.sizes:
+        case = Case("push_pull", (size,), (size,))
+        run.measure(ways, case)
+        for way in ways:
+            seen = [one["members"] for one in way.rounds]
+            yield {**way.row(case), "over": way.name, "members": shares(seen)}
+
+
+def settings(options: argparse.Namespace) -> dict[str, dict[str, dict[str, str]]]:
+    """The settings of each role, by the name of what is compared; the baseline is first."""
     if options.interfaces:
-        theirs = options.server_interfaces or options.interfaces
-        return [
-            Way("+".join(mine), *({"DMLC_INTERFACE": ",".join(each)} for each in (mine, others)))
-            for mine, others in [(options.interfaces[:1], theirs[:1]), (options.interfaces, theirs)]
-        ]
+        both = options.interfaces, options.server_interfaces or options.interfaces
+        return {
+            "+".join(options.interfaces[:count]): {
+                role: {"DMLC_INTERFACE": ",".join(names[:count])}
+                for role, names in zip(ROLES, both, strict=True)
+            }
+            for count in (1, None)
+        }
     both = options.devices, options.server_devices or options.devices
-    found = []
+    found = {}
     for lag, pairs in itertools.product(options.lag, options.pairs):
         name = f"{'+'.join(options.devices)} x {pairs}" + (f", lag {lag}" if lag != "0" else "")
         common = {"STEPAF_QP_NUM": str(pairs), "STEPMESH_SPLIT_QP_LAG": lag}
-        own = [{**common, "FSERVER_RDMA_DEVICE": ",".join(devices)} for devices in both]
-        found.append(Way(name, *own))
-    return found
-
-
-def _rows(run: Run, compared: Sequence[Way]) -> Iterator[dict[str, Any]]:
-    """A cluster for each way and round, in the same two processes."""
-    options = run.options
-    worker, server = pair_of(run.cores, FarMembers if options.role else Members)
-    crew = run.enter_context(start([worker] if options.role else [worker, server], run.nodes))
-    results: dict[tuple[int, int], list[tuple[report.Figures, Shares, Shares]]] = {}
-    for _, at in itertools.product(range(options.rounds), range(len(compared))):
-        with _cluster(crew, compared[at], options):
-            crew.one("worker", "members", PATIENCE)
-            player = CrewPlayer(crew)
-            for size in options.sizes:
-                player.prepare(Case("push_pull", (size,), (size,)))
-                before = crew.one("worker", "members")
-                [[figures]] = take_turns([player], 1, options.seconds, options.iters)
-                after = crew.one("worker", "members")
-                results.setdefault((size, at), []).append((figures, before, after))
-        run.step()
-    for (size, at), rounds in sorted(results.items()):
-        measured, first = ([figures for figures, *_ in each] for each in (rounds, results[size, 0]))
-        yield {
-            **report.row(_transport(options), "push_pull", size, size, measured, first),
-            "over": compared[at].name,
-            "baseline": compared[0].name,
-            "members": shares([(before, after) for _, before, after in rounds]),
+        found[name] = {
+            role: {**common, "FSERVER_RDMA_DEVICE": ",".join(names)}
+            for role, names in zip(ROLES, both, strict=True)
         }
-
-
-def _cluster(
-    crew: Crew, way: Way, options: argparse.Namespace
-) -> contextlib.AbstractContextManager[None]:
-    where = {"scheduler": options.scheduler, "host": options.host}
-    by_role = {"worker": way.worker, "server": way.server}
-    return crew.cluster(_transport(options), **where, by_role=by_role)
-
-
-def _transport(options: argparse.Namespace) -> str:
-    return "tcp" if options.interfaces else "verbs"
-
-
-def _serve(run: Run, compared: Sequence[Way]) -> None:
-    """The server of two hosts: a cluster for each one of the worker's, in the same order."""
-    options = run.options
-    member = Member("server", "remote.ObeyingServer", "server", run.cores and run.cores[1])
-    print(f"bench: the server waits for the worker at {options.scheduler}", file=sys.stderr)
-    with start([member], run.nodes) as crew:
-        for _, way in itertools.product(range(options.rounds), compared):
-            with _cluster(crew, way, options):
-                crew.all("serve", timeout=24 * 3600)
+    return found
 
 
 def shares(rounds: Sequence[tuple[Shares, Shares]]) -> Shares:

@@ -231,16 +231,11 @@ class Crew:
             raise type(told[0])("\n".join(map(str, told)), told[0].reason)
         return [found[peer.name] for peer in asked]
 
-    def leave(self) -> None:
-        """Tells the processes to end, and does not wait for it."""
-        for peer in self.peers:
-            peer.tell("end")
-
     def close(self, patience: float = 2) -> None:
         """Ends the processes, which have so many seconds each to do it themselves."""
-        if patience:
-            self.leave()
         peers, self.peers = self.peers, []
+        for peer in peers if patience else ():
+            peer.tell("end")
         for peer in peers:
             peer.end(patience)
 
@@ -290,10 +285,8 @@ class Crew:
 @contextlib.contextmanager
 def start(members: Sequence[Member], nodes: Nodes) -> Iterator[Crew]:
     """Starts the processes, and ends them with the block: at once if it failed."""
-    crew, patience = Crew([]), 0.0
+    crew, patience = Crew([Peer.spawn(member, nodes) for member in members]), 0.0
     try:
-        for member in members:
-            crew.peers.append(Peer.spawn(member, nodes))
         crew.results()
         yield crew
         patience = 30.0
@@ -302,11 +295,11 @@ def start(members: Sequence[Member], nodes: Nodes) -> Iterator[Crew]:
 
 
 @contextlib.contextmanager
-def pair(
-    nodes: Nodes, transport: str, cores: tuple[int, int] | None, *actors: type, **how: Any
+def connected(
+    members: Sequence[Member], nodes: Nodes, transport: str, **how: Any
 ) -> Iterator[Crew]:
-    """A worker and a server, connected; `how` is of Crew.cluster. Results come in this order."""
-    with start(pair_of(cores, *actors), nodes) as crew, crew.cluster(transport, **how):
+    """Starts the processes, with a cluster of nodes in them; `how` is of Crew.cluster."""
+    with start(members, nodes) as crew, crew.cluster(transport, **how):
         yield crew
 
 

@@ -1,14 +1,12 @@
 """`fserver bench fanin`: one server and many worker groups."""
 
-from collections.abc import Iterator, Sequence
-from statistics import linear_regression
+from collections.abc import Iterator
 from typing import Any
 
 from . import report
 from .crew import Case, Nodes, pair_of, start
 from .options import CHECKED, numbers, parser, seconds_of, size, transport_of
 from .run import Run
-from .turns import CrewPlayer, Way
 
 COLUMNS = (
     report.TRANSPORT,
@@ -36,22 +34,8 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
     """Runs the benchmark; returns the exit status."""
     options = PARSER.parse_args(argv)
     with Run("fanin", options, nodes, COLUMNS, options.rounds * len(options.groups)) as run:
-        run.header()
-        for found in _rows(run):
-            run.add(found)
-        more: dict[str, Any] = {}
-        if len(run.rows) > 1:
-            more["fit"] = fit([(found["groups"], found["p50_us"]) for found in run.rows])
-            text = "time of a batch = {fixed_us:.1f} µs + {per_group_us:.2f} µs x groups"
-            print("\n" + text.format(**more["fit"]))
-        run.finish(**more)
+        run.table(_rows(run))
     return 0
-
-
-def fit(points: Sequence[tuple[int, float]]) -> dict[str, float]:
-    """The line through (groups, µs) with the least squares."""
-    slope, fixed = linear_regression(*zip(*points, strict=True))
-    return {"fixed_us": round(fixed, 4), "per_group_us": round(slope, 4)}
 
 
 def _rows(run: Run) -> Iterator[dict[str, Any]]:
@@ -62,8 +46,7 @@ def _rows(run: Run) -> Iterator[dict[str, Any]]:
     crew = run.enter_context(start(pair_of(run.cores), run.nodes))
     for groups in options.groups:
         with crew.cluster(options.transport, {"worker": groups}):
-            transport = crew.transport()
-            way = Way(transport, CrewPlayer(crew), run.raw(transport))
+            way = run.ours(crew)
             run.measure([way], case)
         found = way.row(case)
         found["per_request_us"] = round(found["p50_us"] / groups, 3)

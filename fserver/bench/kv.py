@@ -56,17 +56,13 @@ PARSER = opts.parser(
     ("--keys", opts.positive, 40, "keys at each server"),
     ("--workers", opts.positive, 1, "number of workers"),
     ("--servers", opts.positive, 1, "number of servers"),
-    ("--threads", opts.positive, 1, "threads of a worker"),
     ("--rounds", opts.positive, 5, "number of rounds"),
     ("--iters", opts.positive, None, "how often a round sends all keys (default: 64 MiB in all)"),
-    ("--registered", bool, False, "servers receive pushes in registered memory"),
     *opts.TWO_HOSTS,
 )
 
 
 class Case(NamedTuple):
-    """A line of the table."""
-
     place: str
     memory: str
     transport: str
@@ -85,19 +81,24 @@ def main(argv: list[str]) -> int:
     lists = options.places, options.memory, options.transport, options.ops, options.sizes
     planned = [Case(*each) for each in itertools.product(*lists)]
     with Run("kv", options, columns=COLUMNS, steps=len(planned)) as run:
-        if options.role != "server":
-            run.header()
-        for at, case in enumerate(planned):
-            count = ROUND_BYTES // (case.bytes * options.keys * options.servers)
-            iters = options.iters or min(max(count, 10), 1000)
-            reason = _unable(case, options)
-            log = "" if reason else _logged(run, case, iters, at)
-            row = {**case._asdict(), "keys": options.keys, "iters": iters, "skipped": reason}
-            if options.role != "server":
-                run.add({**row, **figures(log)})
-            run.step()
-        run.finish()
+        rows = (_row(run, at, case) for at, case in enumerate(planned))
+        if options.role == "server":
+            list(rows)
+        else:
+            run.table(rows)
     return 0
+
+
+def _row(run: Run, at: int, case: Case) -> dict[str, Any]:
+    """Line `at` of the table; on the host of the server there is nothing in it."""
+    options = run.options
+    count = ROUND_BYTES // (case.bytes * options.keys * options.servers)
+    iters = options.iters or min(max(count, 10), 1000)
+    reason = _unable(case, options)
+    log = "" if reason else _logged(run, case, iters, at)
+    run.step()
+    row = {**case._asdict(), "keys": options.keys, "iters": iters, "skipped": reason}
+    return {**row, **figures(log)}
 
 
 def _unable(case: Case, options: argparse.Namespace) -> str | None:
@@ -119,7 +120,6 @@ def _logged(run: Run, case: Case, iters: int, at: int) -> str:
     worker, _, server = case.memory.partition(":")
     memory = {"worker": worker, "server": server or worker, "joint": case.memory}
     cores = run.cores
-    assert cores
     pinned = {"worker": cores[:1], "server": cores[1:], "joint": cores}
     with contextlib.ExitStack() as stack:
         common = _environment(stack, options, case, iters, at)
@@ -171,7 +171,7 @@ def _environment(
     host = own_address() if case.place == "remote" and not options.role else options.host
     where = options.scheduler or stack.enter_context(free_port(host or "127.0.0.1"))
     address, _, port = where.rpartition(":")
-    own = (*OTHERS, "BENCHMARK_", "TEST_NUM_GPU_", "TOTAL_DURATION")
+    own = (*OTHERS, "TEST_NUM_GPU_", "TOTAL_DURATION")
     variables = {
         "STEPMESH_BACKEND": "CPU",
         "DMLC_PS_ROOT_URI": address.strip("[]"),
@@ -180,8 +180,6 @@ def _environment(
         "DMLC_NUM_SERVER": options.servers,
         "NUM_KEY_PER_SERVER": options.keys,
         "LOG_DURATION": iters,
-        "BENCHMARK_NTHREAD": options.threads,
-        "ENABLE_RECV_BUFFER": int(options.registered),
         "TEST_NUM_GPU_WORKER": int(case.memory in ("gpu", "gpu:cpu")),
         "TEST_NUM_GPU_SERVER": int(case.memory in ("gpu", "cpu:gpu")),
         **transport_settings(case.transport),

@@ -3,24 +3,19 @@ kernels or by NVSHMEM, and NIXL. A process joins one of them, and once."""
 
 import importlib
 import importlib.util
-import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from .errors import WrongDataError
-from .report import Figures, figures
-from .team import SideActor
+from .team import WAIT, SideActor
 
 ON_STREAMS = ("nccl", "symm", "nvshmem")  # a CUDA graph can hold their calls
 ON_GPUS = (*ON_STREAMS, "nixl")
 ON_CPU = ("gloo",)
-BIG = 64 << 20  # bytes of a block of `copies`
-WAIT = timedelta(seconds=30)
+BIG = 64 << 20  # bytes of a large message
 # None needs NVLink multicast, which is not to be used where a host's GPUs are shared.
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
@@ -225,19 +220,14 @@ def pair(way: str, side: SideActor, room: int) -> Callable[[int, int], Way]:
 
 
 def _group(way: str, side: SideActor) -> None:
-    """Makes the process group of torch, by loopback."""
     if way == "nvshmem":
         import torch.distributed._symmetric_memory as symm
 
         symm.set_backend("NVSHMEM")
-    at, count, store = "127.0.0.1", side.count, None
-    if side.index == 0:
-        store = dist.TCPStore(at, 0, count, True, WAIT, wait_for_workers=False)
-    port = side.exchange(store and store.port)[0]
-    store = store or dist.TCPStore(at, port, count, False, WAIT)
     gpu: dict[str, Any] = {"device_id": side.device} if side.device.type == "cuda" else {}
-    group = {"store": store, "rank": side.index, "world_size": count, "timeout": WAIT, **gpu}
-    dist.init_process_group("nccl" if gpu else "gloo", **group)
+    group = {"rank": side.index, "world_size": side.count, "timeout": WAIT, **gpu}
+    store = dist.PrefixStore("group", side.store)
+    dist.init_process_group("nccl" if gpu else "gloo", store=store, **group)
     dist.barrier()
 
 
@@ -253,33 +243,3 @@ def _symmetric(side: SideActor, count: int) -> tuple[torch.Tensor, Any]:
     assert dist.group.WORLD is not None
     _kept.append((memory, symm.rendezvous(memory, dist.group.WORLD)))
     return memory.zero_(), _kept[-1][1]
-
-
-def copies(*directions: tuple[int, int]) -> Figures:
-    """Times what the copy engine moves between GPUs of this process, in all these directions at
-    once: the figures of 64 MiB. Two copies of a direction are in flight on streams of their own,
-    because torch makes both GPUs' streams wait for each other around a copy between them."""
-    count, rounds, pairs = 60, 8, []
-    for a, b in directions * 2:
-        source = torch.randint(0, 251, (BIG,), dtype=torch.uint8, device=f"cuda:{a}")
-        landing = torch.full_like(source, 255, device=f"cuda:{b}")
-        pairs.append((source, landing, torch.cuda.Stream(a), torch.cuda.Stream(b)))
-
-    def synchronized() -> int:
-        for gpu in directions[0]:
-            torch.cuda.synchronize(gpu)
-        return time.perf_counter_ns()
-
-    def copy() -> int:
-        started = synchronized()
-        for _ in range(count):
-            for source, landing, here, there in pairs:
-                with torch.cuda.stream(there), torch.cuda.stream(here):
-                    landing.copy_(source, non_blocking=True)
-        return (synchronized() - started) // (2 * count)
-
-    copy()  # the first one is slow
-    found = figures([copy() for _ in range(rounds)])
-    if any(not torch.equal(source.cpu(), landing.cpu()) for source, landing, *_ in pairs):
-        raise WrongDataError("wire: what a copy brought is not what was sent")
-    return found

@@ -29,7 +29,6 @@ class Parser(argparse.ArgumentParser):
     """A parser whose options are rows."""
 
     def option(self, flag: str, kind: Any, default: Any, text: str) -> None:
-        """Adds an option; see Option."""
         if kind is bool:
             self.add_argument(flag, action="store_true", help=text)
             return
@@ -56,12 +55,10 @@ def parser(name: str, text: str, *options: Option, rounds: int | None = None) ->
 
 
 def seconds_of(default: float | None, text: str = "approximate length of a round") -> Option:
-    """The option --seconds."""
     return "--seconds", seconds, default, text
 
 
 def transport_of(default: str) -> Option:
-    """The option --transport."""
     return "--transport", str, default, f"the transport: {TRANSPORTS}"
 
 
@@ -98,7 +95,6 @@ def seconds(text: str, unit: str = "seconds") -> float:
 
 
 def milliseconds(text: str) -> float:
-    """The same."""
     return seconds(text, "milliseconds")
 
 
@@ -114,7 +110,6 @@ def size(text: str) -> int:
 
 
 def sizes(text: str) -> list[int]:
-    """A list of sizes."""
     return [size(part) for part in text.split(",")]
 
 
@@ -130,7 +125,6 @@ def numbers(text: str) -> list[int]:
 
 
 def names(text: str) -> list[str]:
-    """A list of words."""
     return text.split(",")
 
 

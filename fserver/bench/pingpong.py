@@ -4,17 +4,17 @@ import argparse
 import contextlib
 import functools
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from . import against, crew, report, rivals
+from . import against, report, rivals
 from . import options as opts
 from .baseline import Baseline, baseline_of, compiled, program
-from .crew import Case, Crew, Member, Nodes
+from .crew import Case, Crew, Nodes, connected
 from .errors import BenchError
 from .host import NO_ADDRESS, own_address, transport_settings
-from .remote import far_baseline
+from .libraries import ON_GPUS
+from .remote import members, serve
 from .run import SMALL, Run, need_gpu
 from .turns import CrewPlayer, Way
 
@@ -59,16 +59,9 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
         columns, steps = against.COLUMNS, steps * len(options.transport)
     with Run("pingpong", options, nodes, columns, steps) as run:
         if options.role == "server":
-            print(f"bench: waiting for the worker at {options.scheduler}", file=sys.stderr)
-            server = run.enter_context(_far(run, "remote.ObeyingServer", "server"))
-            server.all("serve", timeout=24 * 3600)
+            serve(_pair(run, "remote", options.transport[0], "cpu", None), options.scheduler)
             return 0
-        run.header()
-        for place, device in apart:
-            planned = cases(options.sizes, options.ops, device, options.tensors)
-            for found in _rows(run, place, planned):
-                run.add({"place": place, "device": device, **found})
-        run.finish()
+        run.table(row for place, device in apart for row in _rows(run, place, device))
     return against.judge(options, run.rows) if options.against else 0
 
 
@@ -104,20 +97,16 @@ def _options(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-@contextlib.contextmanager
-def _far(run: Run, actor: str, role: str) -> Iterator[Crew]:
-    """The process of this host; the other one is on the other host."""
-    options, member = run.options, Member(role, actor, role, run.cores[role == "server"])
-    with crew.start([member], run.nodes) as one:
-        with one.cluster(options.transport[0], host=options.host, scheduler=options.scheduler):
-            yield one
-
-
-def _rows(run: Run, place: str, planned: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """The rows of a place and a device."""
-    if run.options.against:
-        for transport in run.options.transport:
-            yield from against.rows(run, transport, planned)
+def _rows(run: Run, place: str, device: str) -> Iterator[dict[str, Any]]:
+    options, where = run.options, {"place": place, "device": device}
+    planned = cases(options.sizes, options.ops, device, options.tensors)
+    if options.against:
+        for transport in options.transport:
+            with contextlib.ExitStack() as stack:
+                way = against.way(run, stack, transport, device)
+                for case in planned:
+                    run.measure([way], case)
+                    yield {**where, **against.row(way, case)}
         return
     with contextlib.ExitStack() as stack:
         ways = [*_ours(run, stack, place, planned[0])]
@@ -125,7 +114,7 @@ def _rows(run: Run, place: str, planned: Sequence[Case]) -> Iterator[dict[str, A
             ways += _others(run, stack, [way for way in ways if way.player], planned)
         for case in planned:
             run.measure(ways, case)
-            yield from (way.row(case) for way in ways)
+            yield from ({**where, **way.row(case)} for way in ways)
 
 
 def _ours(run: Run, stack: contextlib.ExitStack, place: str, case: Case) -> Iterator[Way]:
@@ -147,25 +136,23 @@ def _ours(run: Run, stack: contextlib.ExitStack, place: str, case: Case) -> Iter
             player.prepare(case)
             player.check(0)
         name = two.transport()
-        by = "tcp" if options.role else name  # between two hosts, the raw program has no other
-        where = "{},{}".format(*two.gpus) if baseline_of(by) == "raw gpu" else host
-        make = functools.partial(far_baseline, two, run.cores[0]) if options.role else None
-        yield Way(f"{name} shared" if shared else name, player, run.raw(by, where, make))
+        where = "{},{}".format(*two.gpus) if baseline_of(name) == "raw gpu" else host
+        yield Way(f"{name} shared" if shared else name, player, run.raw(name, where))
 
 
 def _pair(
     run: Run, place: str, transport: str, device: str, host: str | None
 ) -> contextlib.AbstractContextManager[Crew]:
-    """Worker and server of a place; between two hosts, the worker."""
+    """Worker and server of a place; of two hosts, the one of this host."""
+    options = run.options
     if device == "gpu":
-        if run.options.role:
+        if options.role:
             raise BenchError("between two hosts, only CPU tensors are measured")
         need_gpu()
-    if run.options.role:
-        return _far(run, "remote.CommandingWorker", "worker")
-    if place == "remote" and not host:
+    if place == "remote" and not (host or options.role):
         raise BenchError(NO_ADDRESS)
-    return crew.pair(run.nodes, transport, run.cores, host=host, device=device)
+    where = {"host": host or options.host, "scheduler": options.scheduler, "device": device}
+    return connected(members(run.cores, options.role), run.nodes, transport, **where)
 
 
 def _others(
@@ -174,7 +161,7 @@ def _others(
     """The other libraries, which end with the stack, and the programs of --beside."""
     raw, on_gpu = ours[0].raw, planned[0].device == "gpu"
     gpus = ours[0].player.crew.gpus if on_gpu else None
-    names = run.options.beside or (rivals.ON_GPUS if on_gpu else ())
+    names = run.options.beside or (ON_GPUS if on_gpu else ())
     room = max(SMALL, *(sum(sizes) for case in planned for sizes in (case.out, case.back)))
     libraries = [name for name in names if name in rivals.WAYS]
     for one in rivals.beside(stack, libraries, gpus, room, run.cores, run.nodes):
@@ -188,6 +175,6 @@ def _others(
 
 
 def _cpp(run: Run, transport: str) -> Baseline:
-    """cppecho.cc, over a transport."""
     command = [str(compiled("cppecho.cc")), *map(str, run.cores)]
-    return Baseline("C++", command, **transport_settings(transport), FSERVER_LOG="warn")
+    settings = {"STEPMESH_BACKEND": "CPU", "FSERVER_LOG": "warn", **transport_settings(transport)}
+    return Baseline("C++", command, **settings)

@@ -1,36 +1,20 @@
 """A pair on two hosts: the worker tells the server what to do through fserver itself, with pushes
 of JSON under a key that no case has."""
 
-import contextlib
 import dataclasses
 import json
-import os
-import secrets
-import subprocess
-from collections.abc import Sequence
+import sys
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from .actors import TIMEOUT_MS, ServerActor, WorkerActor
-from .baseline import Baseline, compiled
-from .crew import Case, Crew
-from .errors import BenchError
+from .crew import Case, Crew, Member, pair_of
 
 CONTROL = 1 << 63
 METHODS = ("prepare", "verify", "measure")
-REPLY = 4096  # bytes of the answer to "listen": JSON, and spaces
-TOKEN = "RAWECHO_TOKEN"
-
-
-def far_baseline(crew: Crew, core: int) -> Baseline:
-    """Starts raw tcp between the two hosts."""
-    program = compiled("rawecho.c")  # now, while nobody waits for it
-    found = crew.one("worker", "listen")
-    if "error" in found:
-        raise BenchError(f"the host of the server: {found['error']}")
-    command = [str(program), "connect", found["host"], found["port"], str(core)]
-    return Baseline("raw tcp", command, **{TOKEN: found["token"]})
+SERVE_S = 24 * 3600.0  # for the server of two hosts
 
 
 class CommandingWorker(WorkerActor):
@@ -48,63 +32,44 @@ class CommandingWorker(WorkerActor):
         self._command("measure", warmup, count)
         return super().measure(warmup, count)
 
-    def listen(self) -> dict[str, str]:
-        """Has the server start that of the baseline: where it is and the token that it wants, or
-        the error."""
-        token = secrets.token_hex(16)
-        reply = torch.zeros(REPLY, dtype=torch.uint8)
-        self._command("listen", token, reply=[reply])
-        return {"token": token, **json.loads(bytes(reply.tolist()))}
-
-    def _command(self, method: str, *args: Any, reply: Sequence[torch.Tensor] = ()) -> None:
-        keys, node = [CONTROL] * len(reply), self.nodes[0]
-        text = [_tensor(json.dumps([method, *args]))]
-        handle = node.push_pull(text, [CONTROL], [*reply], keys, need_event=False)
-        node.wait(handle, TIMEOUT_MS)
+    def _command(self, method: str, *args: Any) -> None:
+        text = torch.frombuffer(bytearray(json.dumps([method, *args]).encode()), dtype=torch.uint8)
+        self.nodes[0].wait(self.nodes[0].push_pull([text], [CONTROL], [], []), TIMEOUT_MS)
 
 
 class ObeyingServer(ServerActor):
-    """Does what the worker says."""
-
     def serve(self) -> None:
         """Returns when the worker has left."""
         from fserver import ClosedError
 
         node = self.nodes[0]
-        with contextlib.ExitStack() as raw:
-            while True:
-                try:
-                    ((handler, tensors, keys),) = node.get_batch()
-                except ClosedError:
-                    return
-                if keys != [CONTROL]:
-                    raise AssertionError(f"a push of keys {keys}, where a command was to come")
-                method, *args = json.loads(bytes(tensors[0].tolist()))
-                answer = []
-                if method == "listen":
-                    answer = [_tensor(json.dumps(self._listen(raw, *args)).ljust(REPLY))]
-                node.respond(answer, handler, need_event=False)
-                if method == "prepare":  # JSON has made lists of its tuples, which do as well
-                    args = [Case(**args[0])]
-                if method in METHODS:
-                    getattr(self, method)(*args)
-
-    def _listen(self, raw: contextlib.ExitStack, token: str) -> dict[str, str]:
-        """Starts the server of the baseline, on the address that fserver has here, for as long as
-        `raw` is open. Returns where it is, or the error."""
-        host = self.nodes[0].address.rpartition(":")[0].strip("[]")
-        try:
-            command = [str(compiled("rawecho.c")), "listen", host]
-        except BenchError as error:
-            return {"error": str(error)[: REPLY // 8]}  # of which JSON makes six times as much
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(command, env={**os.environ, TOKEN: token}, text=True, **pipes)
-        raw.enter_context(process)
-        raw.callback(process.kill)
-        assert process.stdout is not None
-        line = process.stdout.readline().strip()
-        return {"host": host, "port": line} if line.isdecimal() else {"error": line[: REPLY // 8]}
+        while True:
+            try:
+                ((handler, tensors, keys),) = node.get_batch()
+            except ClosedError:
+                return
+            if keys != [CONTROL]:
+                raise AssertionError(f"a push of keys {keys}, where a command was to come")
+            method, *args = json.loads(bytes(tensors[0].tolist()))
+            node.respond([], handler, need_event=False)
+            if method == "prepare":  # JSON has made lists of its tuples, which do as well
+                args = [Case(**args[0])]
+            if method in METHODS:
+                getattr(self, method)(*args)
 
 
-def _tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+def members(
+    cores: tuple[int, int], role: str | None, worker: type[CommandingWorker] = CommandingWorker
+) -> list[Member]:
+    """The processes of this host: a pair, or the one of this role."""
+    if not role:
+        return pair_of(cores)
+    is_server = role == "server"
+    return [Member(role, ObeyingServer if is_server else worker, role, cores[is_server])]
+
+
+def serve(connected: AbstractContextManager[Crew], scheduler: str) -> None:
+    """Does what the worker of the other host says, until it has left."""
+    print(f"bench: waiting for the worker at {scheduler}", file=sys.stderr)
+    with connected as crew:
+        crew.all("serve", timeout=SERVE_S)

@@ -6,7 +6,6 @@ import os
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -117,7 +116,6 @@ COLUMNS = (TRANSPORT, OP, *MOVED, *TIMES, SPEED, RAW_P50, RAW_P99, RAW_SPEED, RA
 
 
 def header(columns: Sequence[Column]) -> str:
-    """The titles of a table."""
     return _line(columns, [column.title for column in columns])
 
 
@@ -144,7 +142,7 @@ def machine(cores: tuple[int, ...]) -> dict[str, Any]:
         print(text + "all those of the raw baseline, will be noisy", file=sys.stderr)
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line for line in lines if line.startswith("model name")), "")
-    build = commit(Path(__file__).parents[2])
+    build = commit(Path(__file__).parents[1])
     return {
         "cpu": cpu.partition(":")[2].strip() or platform.machine(),
         "cores": os.cpu_count(),
@@ -159,21 +157,14 @@ def machine(cores: tuple[int, ...]) -> dict[str, Any]:
 
 
 def show_machine(facts: dict[str, Any]) -> str:
-    """The same in one line."""
     where = "{cpu}, {cores} cores (pinned to {pinned[0]},{pinned[1]}), {kernel}".format(**facts)
     return where + ", python {python}, torch {torch}, fserver {fserver}".format(**facts)
 
 
-def commit(root: Path) -> str | None:
-    """The commit of a source tree or a device bundle; None if it is neither."""
-    try:
-        if not (root / ".git").exists():
-            return (root / "build/commit").read_text().strip()
-        describe = ["git", "-C", str(root), "describe", "--always", "--dirty"]
-        done = subprocess.run(describe, capture_output=True, text=True, timeout=5, check=True)
-        return done.stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+def commit(package: Path) -> str | None:
+    """The commit that a package fserver was built from; None if it does not say."""
+    noted = package / "_commit"
+    return noted.read_text().strip() if noted.is_file() else None
 
 
 def save(path: str, results: dict[str, Any]) -> None:

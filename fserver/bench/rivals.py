@@ -11,14 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from .actors import POISON, first_difference, own_seed
+from .actors import POISON, number, own_seed
 from .crew import Nodes
-from .errors import BenchError, GaveUpError, WrongDataError
-from .libraries import BIG, ENVIRONMENT, ON_CPU, ON_GPUS, missing, pair
+from .errors import BenchError, GaveUpError
+from .libraries import ENVIRONMENT, ON_CPU, ON_GPUS, missing, pair
 from .report import Figures, figures
 from .team import SideActor, Team
-
-__all__ = ("BIG", "ON_CPU", "ON_GPUS", "WAYS", "Rival", "beside", "reason")
 
 WAYS = (*ON_GPUS, *ON_CPU)
 LIMIT = 20.0  # seconds; what is done in one go, the first of which takes longest; to join: twice
@@ -51,14 +49,12 @@ class RivalActor(SideActor):
         """A round trip of new data into poisoned memory, compared byte by byte."""
         way, seeds = self.way, [own_seed(seed, role, 0, 0) for role in ("worker", "server")]
         self.pattern.fill(way.source, seeds[self.index])
+        number(way.source).value = seed
         way.landing.fill_(POISON)
         self.settle()
         self.barrier()
         self.trip()
-        want = torch.empty_like(way.landing)
-        self.pattern.fill(want, seeds[1 - self.index])
-        if difference := first_difference(way.landing, want):
-            raise WrongDataError(difference)
+        self.pattern.check(way.landing, seeds[1 - self.index], seed, "what came")
         self.barrier()
 
     def measure(self, warmup: int, count: int) -> Figures:

@@ -5,14 +5,14 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from . import report
 from .baseline import Baseline, baseline_of, program
-from .crew import Case, Nodes
+from .crew import Case, Crew, Nodes
 from .errors import BenchError
 from .turns import CrewPlayer, Way, take_turns
 
@@ -23,7 +23,7 @@ class Run(contextlib.ExitStack):
     """What one command measures. Processes that are entered into it end with it.
 
     `options` are as the parser gave them, `cores` those of workers and servers, and `rows` those
-    that were added.
+    of the table.
     """
 
     def __init__(
@@ -57,26 +57,18 @@ class Run(contextlib.ExitStack):
         self._bar = self.enter_context(bar)
         self._task = self._bar.add_task(name, total=steps)
 
-    def header(self) -> None:
-        """Prints the titles of the table."""
+    def table(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Prints a table, row by row, and writes the file that was asked for."""
         print(report.header(self._columns), flush=True)
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Prints a row and keeps it."""
-        print(report.line(self._columns, row), flush=True)
-        self.rows.append(row)
-
-    def step(self) -> None:
-        """One more is done."""
-        self._bar.advance(self._task)
-
-    def finish(self, **more: Any) -> None:
-        """Writes the file that was asked for."""
+        for row in rows:
+            print(report.line(self._columns, row), flush=True)
+            self.rows.append(row)
         if self.options.json:
             about = {"machine": self.facts, "options": vars(self.options)}
-            report.save(
-                self.options.json, {"bench": self._name, "rows": self.rows, **more, **about}
-            )
+            report.save(self.options.json, {"bench": self._name, "rows": self.rows, **about})
+
+    def step(self) -> None:
+        self._bar.advance(self._task)
 
     def way(self, name: str, make: Callable[[], Baseline], raw: Way | None = None) -> Way:
         """The way of a program that `make` starts, until the run ends; without a compiler, or if
@@ -92,26 +84,29 @@ class Run(contextlib.ExitStack):
             print(f"bench: {name}: {error}", file=sys.stderr)
             return Way(name, reason=str(error).splitlines()[0])
 
-    def raw(
-        self, transport: str, where: str | None = None, make: Callable[[], Baseline] | None = None
-    ) -> Way:
-        """The raw baseline of a transport, which is started once. `where` is of `program`; `make`
-        starts another one."""
-        name = baseline_of(transport)
+    def raw(self, transport: str, where: str | None = None) -> Way:
+        """The raw baseline of a transport, which is started once. `where` is of `program`."""
+        far = getattr(self.options, "role", None)  # a raw program has both ends on one host
+        name = "" if far else baseline_of(transport)
         if self.options.no_baseline or not name:
             missing = "--no-baseline" if name else "there is no raw program that does the same"
             return Way("", reason=missing)
         if (name, where) not in self._raws:
-            made = make or functools.partial(program, name, self.cores, where)
+            made = functools.partial(program, name, self.cores, where)
             self._raws[name, where] = self.way(name, made)
         return self._raws[name, where]
+
+    def ours(self, crew: Crew) -> Way:
+        """The way of nodes that are connected."""
+        transport = crew.transport()
+        return Way(transport, CrewPlayer(crew), self.raw(transport))
 
     def measure(self, ways: Sequence[Way], case: Case, whole: Case | None = None) -> None:
         """Measures a case in all ways, in turn with their baselines. What is not fserver moves the
         bytes of `whole`, if they are others; its pushes need an answer too."""
         moved = sum((whole or case).out), sum((whole or case).back) or SMALL
-        raws = {id(way.raw): way.raw for way in ways if way.raw}.values()
-        playing = [way for way in (*raws, *ways) if way.player]
+        both = [way for way in (*(way.raw for way in ways), *ways) if way and way.player]
+        playing = list({id(way): way for way in both}.values())
         for way in playing:
             is_ours = isinstance(way.player, CrewPlayer)
             way.player.prepare(*([case] if is_ours else moved))

@@ -1,8 +1,9 @@
-"""One engine for all comparisons: those that are compared take turns, A B C A B C, so that what
+"""One engine for all comparisons: those that are compared take turns, A B C, C B A, so that what
 else the machine does hits all of them."""
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,6 +35,33 @@ class CrewPlayer:
         return max(results, key=lambda figures: figures["p50_us"])
 
 
+class FreshPlayer(CrewPlayer):
+    """The same, with new nodes, connections and tensors in each round: where memory lies can change
+    a round trip by more than what is looked for. `how` is of Crew.cluster."""
+
+    def __init__(self, crew: Crew, *how: Any, **more: Any):
+        super().__init__(crew)
+        self._connected = functools.partial(crew.cluster, *how, **more)
+
+    def prepare(self, case: Case) -> None:
+        self.case = case
+
+    def check(self, seed: int) -> None:
+        """Nothing: each round does it."""
+
+    def measure(self, warmup: int, count: int) -> Figures:
+        with self._connected():
+            return self.round(warmup, count)
+
+    def round(self, warmup: int, count: int) -> Figures:
+        """What is done with the new nodes; adds the transport."""
+        super().prepare(self.case)
+        super().check(0)
+        found = super().measure(warmup, count)
+        super().check(1)
+        return {**found, "transport": self.crew.transport()}
+
+
 @dataclasses.dataclass
 class Way:
     """One of what is compared: its player, or the reason why there is none; the raw way that it is
@@ -46,7 +74,6 @@ class Way:
     rounds: list[Figures] = dataclasses.field(default_factory=list)
 
     def row(self, case: Case) -> dict[str, Any]:
-        """Its row of a table."""
         raw, moved = self.raw or Way(""), (sum(case.out), sum(case.back))
         return {
             **report.row(self.name, case.op, *moved, self.rounds, raw.rounds),
@@ -79,7 +106,7 @@ def take_turns(
             else:
                 counts[i] = iters * largest // player.unit
     for turn in range(rounds):
-        for i, count in list(counts.items()):
+        for i, count in sorted(counts.items(), reverse=turn % 2 == 1):
             try:
                 figures = players[i].measure(min(max(count // 10, 1), 500), count)
                 players[i].check(turn + 1)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from argparse import Namespace
@@ -16,7 +14,7 @@ from pathlib import Path
 import pytest
 from bench_fakes import needs_compiler
 
-from fserver.bench import baseline, remote
+from fserver.bench import baseline
 from fserver.bench.errors import BenchError
 from fserver.bench.run import Run
 
@@ -89,92 +87,6 @@ def test_baseline_ends_when_its_server_dies(way):
         os.kill(server_pid, signal.SIGKILL)
         with pytest.raises(BenchError, match="ended with status 1"):
             raw_echo.measure(0, 1 << 20)
-
-
-# Between two hosts, each of which starts one end.
-
-TOKEN = {remote.TOKEN: "the right token"}
-
-
-@pytest.fixture
-def impatient():
-    """The program, which waits for a second."""
-    return baseline.compiled("rawecho.c", ["cc", "-O2", "-DCONNECT_S=1"])
-
-
-@contextlib.contextmanager
-def listening(program=None, address="127.0.0.1"):
-    """The end that listens, and its port."""
-    process = subprocess.Popen(
-        [program or baseline.compiled("rawecho.c"), "listen", address],
-        env={**os.environ, **TOKEN},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        yield process, process.stdout.readline().strip()
-        process.kill()
-
-
-def connecting(port, token="the right token", program=None):
-    """The end that connects."""
-    program = program or baseline.compiled("rawecho.c")
-    command = [str(program), "connect", "127.0.0.1", port, "-1"]
-    return baseline.Baseline("raw tcp", command, **{remote.TOKEN: token})
-
-
-def connected(port: str) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", int(port)), 10)
-
-
-@needs_compiler
-def test_the_listening_end_takes_only_who_has_the_token():
-    with listening() as (server, port):
-        with connected(port) as silent, connected(port) as short:
-            short.sendall(b"the right")
-            assert short.recv(1) == b"" and silent.recv(1) == b""
-        with connecting(port, "the wrong token") as wrong:
-            wrong.prepare(64, 64)
-            with pytest.raises(BenchError, match=f"port {port} of 127.0.0.1.*--no-baseline"):
-                wrong.measure(0, 1)
-        with connecting(port) as raw_echo:
-            for out, back in ((64, 64), (4096, 1)):
-                raw_echo.prepare(out, back)
-                figures = raw_echo.measure(2, 20)
-                assert figures["iters"] == 20 and figures["p50_us"] > 0
-            with pytest.raises(ConnectionRefusedError):
-                connected(port)
-        assert server.wait(30) == 0  # as its client left
-
-
-@needs_compiler
-def test_the_connecting_end_ends_when_the_other_dies():
-    with listening() as (server, port), connecting(port) as raw_echo:
-        raw_echo.prepare(64, 64)
-        raw_echo.measure(0, 5)
-        server.kill()
-        with pytest.raises(BenchError, match="ended with status 1: rawecho: "):
-            raw_echo.measure(0, 1 << 20)
-
-
-@needs_compiler
-def test_one_end_without_the_other(impatient):
-    with listening() as (server, port):
-        server.send_signal(signal.SIGSTOP)  # connections are made, and nobody answers
-        with connecting(port, program=impatient) as raw_echo:
-            with pytest.raises(BenchError, match=f"port {port} of 127.0.0.1 did not.*--no-base"):
-                raw_echo.measure(0, 1)
-    with connecting(port) as raw_echo:
-        with pytest.raises(BenchError, match="Connection refused .*--no-baseline"):
-            raw_echo.measure(0, 1)
-    with listening(impatient) as (server, port):
-        assert server.wait(30) == 1
-        text = "rawecho: no client with the token has connected within 1 s\n"
-        assert server.stderr.read() == text
-    with listening(address="192.0.2.1") as (server, port):
-        assert server.wait(30) == 1 and not port
-        assert server.stderr.read().startswith("rawecho: cannot listen on 192.0.2.1: ")
 
 
 @needs_compiler

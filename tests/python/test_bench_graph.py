@@ -188,23 +188,16 @@ def test_the_timeline_dry(checks):
         ),
         (
             "two",
-            "1<main 1<main 1:send0 1<main 1:send1 main:recv0 1<main 1:send0 main:recv1 1<main "
+            "1<main 1:send0 1<main 1:send1 main:recv0 1<main 1:send0 main:recv1 1<main "
             "1:send1 main:recv0 main:recv1 main<1",
-            "1<main main:recv0 1<main 1:send0 main:recv1 1<main 1:send1 main:recv0 1<main 1:send0 "
+            "main:recv0 1<main 1:send0 main:recv1 1<main 1:send1 main:recv0 1<main 1:send0 "
             "main:recv1 1<main 1:send1 main<1",
-        ),
-        (
-            "each",
-            "1<main 2<main 1:send0 2:send1 1:recv0 1:send0 2:recv1 2:send1 1:recv0 2:recv1 main<1 "
-            "main<2",
-            "1<main 2<main 1:recv0 1:send0 2:recv1 2:send1 1:recv0 1:send0 2:recv1 2:send1 main<1 "
-            "main<2",
         ),
     ],
 )
 def test_streams(monkeypatch, streams, worker, server):
     """Which calls are on which stream, and which stream waits for which (<)."""
-    done, names = [], iter(("main", "1", "2"))
+    done, names = [], iter(("main", "1"))
 
     class Stream:
         def __init__(self, *_):
@@ -228,7 +221,7 @@ def test_streams(monkeypatch, streams, worker, server):
         return lambda: done.append(f"{current[-1].name}:{what}")
 
     for is_worker, want in ((True, worker), (False, server)):
-        names = iter(("main", "1", "2"))
+        names = iter(("main", "1"))
         side = SimpleNamespace(is_worker=is_worker, stream=Stream)
         ways = [traffic.Way(None, None, call(f"send{i}"), call(f"recv{i}")) for i in (0, 1)]
         t = traffic.Traffic(side, ways, 2, streams)

@@ -30,10 +30,17 @@ def ready(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_compiler
-def test_rows(ready: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows(
+    ready: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("BENCHMARK_NTHREAD", "2")
+    monkeypatch.setenv("ENABLE_RECV_BUFFER", "1")
     path = tmp_path / "out.json"
-    argv = "kv --sizes 100 --keys 3 --workers 2 --servers 2 --rounds 2 --iters 3 --threads 2"
-    argv += " --places local,joint --ops push,push_pull --transport cma --registered"
+    argv = "kv --sizes 100 --keys 3 --workers 2 --servers 2 --rounds 2 --iters 3"
+    argv += " --places local,joint --ops push,push_pull --transport cma"
     assert bench.main([*argv.split(), "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
     assert [(row["place"], row["op"], row["bytes"]) for row in rows] == [

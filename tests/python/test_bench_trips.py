@@ -29,20 +29,17 @@ def test_trips(path):
     status, rows = run(path, "--runs", "3", "--modes", "kernel", "--beside", "nccl", "symm")
     assert status == 0 and all(row["work"] == "trips" for row in rows)
     ours = [row for row in rows if "by" not in row]
-    done = [(row["how"], row.get("push"), row.get("in_flight")) for row in ours]
     hows = ("graph x200", "graph x20", "enqueued x20")
-    assert done == [(how, push, None) for how in hows for push, _ in trips.SIZES] + [
-        (how, None, n) for how in ("one way", "both ways") for n in (1, 2, 3)
-    ]
-    assert all((row["push"], row["pull"]) in trips.SIZES for row in ours if "push" in row)
+    sizes = [*trips.SIZES, (1 << 20, 8)]
+    done = [(row["how"], (row["push"], row["pull"])) for row in ours]
+    assert done == [(how, size) for how in hows for size in sizes]
     nccl = [row for row in rows if row.get("by") == "nccl"]
     for row in (*ours, *nccl):
         assert row["wrong"] == 0 and row["runs"] == 3
         assert 0 < row["min_us"] <= row["p50_us"] <= row["p99_us"]
-    assert all(row["gb_per_s"] > 0 for row in ours if "in_flight" in row)
-    assert all("gpu_p50_us" in row for row in (*ours, *nccl) if "push" in row)
-    work = [(how, push) for how in hows[:0:-1] for push in [p for p, _ in trips.SIZES] + [1 << 20]]
-    assert [(row["how"], row["push"]) for row in nccl] == work
+    assert all("gpu_p50_us" in row and row["gb_per_s"] > 0 for row in (*ours, *nccl))
+    work = [(how, size) for how in hows[:0:-1] for size in sizes]
+    assert [(row["how"], (row["push"], row["pull"])) for row in nccl] == work
     skipped = {row["by"]: row["skipped"] for row in rows if "skipped" in row}
     assert skipped == dict.fromkeys(("wire", "raw", "symm"), "it takes GPUs")
     assert sum(row.get("by") == "symm" for row in rows) == len(work)

@@ -87,14 +87,15 @@ def test_two_hosts(tmp_path: Path) -> None:
     assert all(m["remote"].startswith(f"10.77.{i}.2:") for i, m in enumerate(rows[3]["members"]))
 
 
-def test_ways() -> None:
+def test_settings() -> None:
     made = bond.PARSER
     options = made.parse_args("--devices n0,n1 --pairs 1,2 --lag 0,port1".split())
-    names = [way.name for way in bond.ways(options)]
-    assert names == ["n0+n1 x 1", "n0+n1 x 2", "n0+n1 x 1, lag port1", "n0+n1 x 2, lag port1"]
-    last = bond.ways(options)[-1]
-    assert last.worker == last.server
-    assert last.worker["STEPAF_QP_NUM"] == "2" and last.worker["FSERVER_RDMA_DEVICE"] == "n0,n1"
+    found = bond.settings(options)
+    assert [*found] == ["n0+n1 x 1", "n0+n1 x 2", "n0+n1 x 1, lag port1", "n0+n1 x 2, lag port1"]
+    last = found["n0+n1 x 2, lag port1"]
+    assert last["worker"] == last["server"]
+    worker = last["worker"]
+    assert worker["STEPAF_QP_NUM"] == "2" and worker["FSERVER_RDMA_DEVICE"] == "n0,n1"
 
 
 def test_shares() -> None:

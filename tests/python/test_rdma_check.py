@@ -71,6 +71,7 @@ def states(out: str) -> dict[str, str]:
     return {words[1]: words[0] for words in map(str.split, out.splitlines()) if len(words) > 2}
 
 
+@pytest.mark.long
 def test_two_hosts(spaces: dict[str, str], tmp_path: Path) -> None:
     steps = {"STEPS": "doctor peer bytes layers tcp perftest gpu nccl nixl"}
     both = {role: start(spaces, role, tmp_path / role, **steps) for role in HOSTS}

@@ -48,7 +48,6 @@ OPTIONS: tuple[Option, ...] = (
 
 
 def team(shape: tuple[int, int], dry: bool, actor: type[GraphSide] = GraphSide, **how: Any) -> Team:
-    """Starts the processes; `how` is of Team."""
     count = sum(shape)
     cores = sorted(os.sched_getaffinity(0))
     each = len(cores) // count

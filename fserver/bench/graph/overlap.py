@@ -158,8 +158,7 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
     run = partial(overlap, layers=args.layers, sizes=args.sizes, limits=limits)
     kinds: list[dict[str, Any]] = [] if args.dry else [{"mode": "none"}]
     kinds += [{"mode": mode, "compute": by} for by in (False, True) for mode in args.modes]
-    streams = "one" if args.dry else "two"
-    kinds += [{"by": by, "compute": True, "streams": streams} for by in args.beside]
+    kinds += [{"by": by, "compute": True, "streams": "two"} for by in args.beside]
     for what in kinds:
         yield run, what, 2 * args.seconds + 40
 

@@ -64,7 +64,6 @@ class GraphSide(SideActor):
                 time.sleep(1e-4)
 
     def sync(self) -> None:
-        """Waits for all streams."""
         if not self.dry:
             torch.cuda.synchronize()
 

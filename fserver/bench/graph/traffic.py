@@ -79,15 +79,13 @@ def pattern(count: int, sender: int, stage: int, check: int, device: Any) -> tor
 
 class Traffic:
     """Round trips of all stages, `layers` times, with nothing in between. A worker sends first.
-    `streams` is "one" for all; "two", of which one is for what is sent; or "each", one for each
-    stage."""
+    `streams` is "one" for all, or "two", of which one is for what is sent."""
 
     def __init__(self, side: GraphSide, ways: Sequence[Way], layers: int, streams: str = "one"):
         self.side, self.ways, self.layers = side, ways, layers
         self.per = layers * len(ways)
         self.main = side.stream(-1)
-        self.own = [side.stream(-1) if streams == "each" else None for _ in ways]
-        self.apart = side.stream(-1) if streams == "two" else None
+        self.apart: Any = side.stream(-1) if streams == "two" else None
         self.replay: Any = self.body
         self.checks = 0
 
@@ -96,36 +94,29 @@ class Traffic:
         return []
 
     @functools.cached_property
-    def plan(self) -> list[tuple[Any, Call]]:
-        """What enqueues all layers, each with its stream."""
-        plan: list[tuple[Any, Call]] = []
-        worker, apart = self.side.is_worker, self.apart
+    def plan(self) -> list[Call]:
+        plan, worker = list[Call](), self.side.is_worker
         for layer in range(self.layers + worker):
-            for stage, (own, way) in enumerate(zip(self.own, self.ways, strict=True)):
+            for stage, way in enumerate(self.ways):
                 if layer or not worker:
-                    plan.append((own, way.recv))
+                    plan.append(way.recv)
                 if layer < self.layers:
-                    plan += [(own, call) for call in self.between(layer, stage)]
-                    if apart:
-                        plan.append((None, lambda: apart.wait_stream(torch.cuda.current_stream())))
-                    # A message that has arrived has been read: nothing waits for this stream.
-                    plan.append((apart or own, way.send))
+                    send = functools.partial(self.send_apart, way) if self.apart else way.send
+                    plan += [*self.between(layer, stage), send]
         return plan
 
+    def send_apart(self, way: Way) -> None:
+        """Sends on the other stream. A message that has arrived has been read: nothing waits for
+        that stream."""
+        self.apart.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.apart):
+            way.send()
+
     def body(self) -> None:
-        """Enqueues all layers."""
-        branches = [stream for stream in (*self.own, self.apart) if stream]
-        main: Any = torch.cuda.current_stream() if branches else None
-        for stream in branches:
-            stream.wait_stream(main)
-        for stream, call in self.plan:
-            if stream:
-                with torch.cuda.stream(stream):
-                    call()
-            else:
-                call()
-        for stream in branches:
-            main.wait_stream(stream)
+        for call in self.plan:
+            call()
+        if self.apart:
+            torch.cuda.current_stream().wait_stream(self.apart)
 
     def capture(self, graph: bool = True) -> None:
         """Has replay do the body, as a graph or not. Every kernel is loaded before one that waits
@@ -286,11 +277,11 @@ def af(
 def rows(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of af; what is most likely to fail comes last."""
     run = functools.partial(af, layers=args.layers, sizes=args.sizes, replays=args.replays)
-    for streams in ("one",) if args.dry else ("two", "one", "each"):
+    for streams in ("one",) if args.dry else ("two", "one"):
         for mode in args.modes:
             yield run, {"mode": mode, "streams": streams}, 40
     for by in args.beside:
-        yield run, {"by": by, "streams": "one" if args.dry else "two"}, 30
+        yield run, {"by": by, "streams": "two"}, 30
 
 
 def summary(results: Sequence[Any], args: argparse.Namespace) -> list[dict[str, Any]]:

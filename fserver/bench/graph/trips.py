@@ -15,8 +15,8 @@ import torch
 
 from ..baseline import compiled
 from ..errors import BenchError
-from ..libraries import BIG, copies
-from ..report import figures, gigabytes_per_second
+from ..libraries import BIG
+from ..report import Figures, figures, gigabytes_per_second
 from .side import GraphSide
 from .traffic import Row, Traffic, opened
 
@@ -66,23 +66,29 @@ def trips(
     found |= _micros(_time(t, runs, by_gpu=True), layers, "gpu_")
     wrong += t.checked()
     t.close()
-    return {**found, "wrong": wrong}
-
-
-def messages(side: GraphSide, mode: str, size: int, how: str, in_flight: int, runs: int) -> Found:
-    """Times messages of size bytes "one way", or "both ways" at once, each way on so many channels,
-    with a stream each, as micro-batches have them. A message is answered with a few bytes, which is
-    what lets the next one of its channel go."""
-    there, back = (size, ANSWER), (ANSWER, size)
-    sizes = [there, back] * in_flight if how == "both ways" else [there] * in_flight
-    t = Traffic(side, opened(side, sizes, mode), 3 if side.dry else 40, "each")
-    t.capture(graph=False)
-    wrong = t.checked()
-    found = _micros(_time(t, runs), t.layers * in_flight)
-    wrong += t.checked()
-    t.close()
-    speed = round(gigabytes_per_second(size, found["p50_us"]), 1)
+    speed = round(gigabytes_per_second(push + pull, found["p50_us"]), 3)
     return {**found, "gb_per_s": speed, "wrong": wrong}
+
+
+def copies(*directions: tuple[int, int]) -> Figures:
+    """Times what the copy engine moves between GPUs of this process, in all these directions at
+    once: the figures of 64 MiB. Two copies of a direction are in flight on streams of their own,
+    because torch makes both GPUs' streams wait for each other around a copy between them."""
+    count, samples, pairs = 60, [], []
+    for a, b in directions * 2:
+        source = torch.zeros(BIG, dtype=torch.uint8, device=f"cuda:{a}")
+        landing = torch.zeros_like(source, device=f"cuda:{b}")
+        pairs.append((source, landing, torch.cuda.Stream(a), torch.cuda.Stream(b)))
+    for _ in range(9):
+        started = time.perf_counter_ns()
+        for _ in range(count):
+            for source, landing, here, there in pairs:
+                with torch.cuda.stream(there), torch.cuda.stream(here):
+                    landing.copy_(source, non_blocking=True)
+        for gpu in directions[0]:
+            torch.cuda.synchronize(gpu)
+        samples.append((time.perf_counter_ns() - started) // (2 * count))
+    return figures(samples[1:])  # the first one is slow
 
 
 def wire(side: GraphSide, by: str) -> Found:
@@ -112,7 +118,7 @@ def raw(side: GraphSide, by: str) -> Found:
 
 def rows(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of trips; what is most likely to fail comes last."""
-    runs, big = args.runs, MIB if args.dry else BIG
+    runs, big = args.runs, (MIB if args.dry else BIG, ANSWER)
     few = max(3, min(runs, 500) // 10)  # of what takes milliseconds
     limit = 40 + runs * 0.005
     yield wire, {"by": "wire"}, 40
@@ -120,18 +126,16 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
     for mode in args.modes:
         plans = [("graph x200", max(3, runs // 5)), ("graph x20", runs), ("enqueued x20", runs)]
         ways: list[Found] = [{"mode": mode}]
+        sizes = [*SIZES, big]
         if mode == "host":
-            plans = [("graph x20", few)]
+            plans, sizes = [("graph x20", few)], SIZES
             ways = [{"mode": mode, "transport": transport} for transport in TRANSPORTS]
-        for way, (how, count), (push, pull) in itertools.product(ways, plans, SIZES):
+        for way, (how, count), (push, pull) in itertools.product(ways, plans, sizes):
+            count = few if push == big[0] else count
             yield trips, {**way, "push": push, "pull": pull, "how": how, "runs": count}, limit
-        if mode != "host":
-            for how, in_flight in itertools.product(("one way", "both ways"), (1, 2, 3)):
-                what = {"mode": mode, "size": big, "how": how, "in_flight": in_flight}
-                yield messages, {**what, "runs": max(3, few // 5)}, limit
     hows = "enqueued x20", "graph x20"
-    for by, how, (push, pull) in itertools.product(args.beside, hows, [*SIZES, (big, ANSWER)]):
-        count = few if push == big else min(runs, 500)
+    for by, how, (push, pull) in itertools.product(args.beside, hows, [*SIZES, big]):
+        count = few if push == big[0] else min(runs, 500)
         yield trips, {"by": by, "push": push, "pull": pull, "how": how, "runs": count}, 40
 
 
