@@ -8,7 +8,7 @@
 # COUNT=1000000   push_pulls of each part of `make soak`
 # CASES="floor tcp"   cases of `make softroce` (tests/softroce/cases); default: all but *_long
 # PARTS="wheel sdist"   parts of `make check-long`, or of `make coverage`; default: all
-# JOBS=2      processes of pytest at a time in `make test` and `make coverage`
+# JOBS=2      processes of pytest, and of ctest, at a time in `make test` and `make coverage`
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -91,10 +91,17 @@ demo: ext ## serve a language model, split into attention and FFN, and compare
 # engine of check-long. Every suite runs, also after a failure.
 test: ext ## all tests: go test, pytest and the tests of the C++ headers
 	@status=0
-	$(GO) test -timeout 5m -run 'Alloc|Model|EverySequence|RandomPeer' ./... || status=1
-	$(GO) test -timeout 10m -p 3 -race ./... || status=1
-	timeout --signal=INT --kill-after=30 15m $(BIN)/python -m pytest -n $(JOBS) --dist worksteal || status=1
-	BIN=$(BIN) tools/cpp_tests.sh || status=1
+	log=build/test.log
+	>$$log
+	run() { "$$@" 2>&1 | tee -a $$log || status=1; }
+	run $(GO) test -timeout 5m -run 'Alloc|Model|EverySequence|RandomPeer' ./...
+	run $(GO) test -timeout 10m -p 3 -race ./...
+	run timeout --signal=INT --kill-after=30 30m $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=40
+	run env BIN=$(BIN) tools/cpp_tests.sh -j $(JOBS)
+	if [[ $$status != 0 ]]; then
+	  echo "make test: what failed ($$log has all):"
+	  grep -E '^ *--- FAIL|^(FAIL|FAILED|ERROR|panic:|fatal error:|WARNING: DATA RACE|!+)|\*\*\*' $$log || true
+	fi
 	exit $$status
 
 coverage: ext ## print which lines the tests run: Go, Python, the C++ headers (PARTS="go python cpp")
@@ -153,9 +160,9 @@ device-bundle: engine ## pack build/fserver-device.tar.gz for a machine with GPU
 	$(GO) test -c -o build/tests/stage.test ./engine/transport/stage
 	$(GO) test -c -o build/tests/cudaipc.test ./engine/transport/cudaipc
 	$(GO) test -c -o build/tests/node.test ./engine/node
-	git describe --always --dirty >build/commit || echo "no commit" >build/commit
+	git describe --always --dirty >build/COMMIT || echo "no commit" >build/COMMIT
 	tar -czf build/fserver-device.tar.gz --exclude=__pycache__ --exclude='*.so' \
-	  --exclude=docs/results --transform='s,^,fserver/,' build/libfserver.a build/tests build/commit engine/cabi/fserver.h go.mod csrc cshim examples include integrations fserver \
+	  --exclude=docs/results --transform='s,^build/COMMIT,COMMIT,;s,^,fserver/,' build/libfserver.a build/tests build/COMMIT engine/cabi/fserver.h go.mod csrc cshim examples include integrations fserver \
 	  fserver_lib.py docs requirements tests tools pyproject.toml Makefile NOTICES README.md setup.py
 	echo "build/fserver-device.tar.gz: unpack it there; in fserver/:"
 	echo "  FSERVER_ARCHIVE=build/libfserver.a python3 tools/builder.py ext && python3 -m pytest tests/python"

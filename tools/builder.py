@@ -174,7 +174,9 @@ def extension(package: Path) -> None:
         for source in sorted((ROOT / "csrc").glob("*.cc")):
             jobs.append(partial(_compile, source, WORK / f"{source.stem}.o", flags))
         jobs.append(archive)
-        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or _cores())) as pool:
+        with ThreadPoolExecutor(
+            int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
+        ) as pool:
             results = list(pool.map(lambda job: job(), jobs))  # which cancels the rest at an error
 
         exports = WORK / "exports.map"
@@ -188,12 +190,7 @@ def extension(package: Path) -> None:
         _put(package / "_commit", f"{commit() or 'unknown'}\n".encode())
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 def _adapter(version: str, torch: Path) -> Path:
-    """Builds the adapter for one torch."""
     how, work = needs.adapters(), BUILD / f"{WORK.name}-torch-{version}"
     flags = ["-Wall", "-Wextra", *how.compile_flags(HEADER), *_words("CXXFLAGS")]
     flags += how.includes(torch, needs.python_headers())

@@ -12,6 +12,7 @@
 #   random  RANDOM_STEPS (5,000) steps of random requests over tcp, cma and auto, of a random seed, compared byte by byte
 #   fuzz    every parser
 #   softroce  100 kills, the whole contract of verbs, 6,000 messages of channels, SOFTROCE_ROUNDS (20) rounds of a pulled cable, C++ programs, and the demo, in the emulated machine
+#   pytest  the Python tests that `make test` leaves out
 #   engine  go test without the race detector: every seed of faults, and every variant of the contract
 #   cpp     the tests of the C++ headers with each compiler and standard
 #   links   10^4 exchanges while the links between two network namespaces go down and come back (needs root)
@@ -20,7 +21,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
-all=(wheel sdist site demo chaos soak random fuzz softroce engine cpp links)
+all=(wheel sdist site demo chaos soak random fuzz softroce pytest engine cpp links)
 python=${BIN:-$PWD/.venv/bin}/python
 make=${MAKE:-make}
 
@@ -52,6 +53,7 @@ part_softroce() {
   SOFTROCE_SECONDS=$((2400 + 60 * rounds)) SOFTROCE_ROUNDS=$rounds "$make" softroce CASES="kill_long carry_long verbs_long check_long cpp_long cable_long" &&
     SOFTROCE_SECONDS=2500 SOFTROCE_MEMORY=6000 "$make" softroce CASES=demo_long
 }
+part_pytest() { "$python" -m pytest -m long; }
 part_engine() { "$("$python" tools/builder.py go)" test -count 1 -timeout 20m ./...; }
 
 part_cpp() { tools/install_deps.sh --cpp && tools/cpp_tests.sh --matrix; }

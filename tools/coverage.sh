@@ -45,7 +45,7 @@ cover_python() {
   read -ra tests <<<"${TESTS:-tests/python tests/ringx}"
   rm -f "$out"/python*
   export COVERAGE_FILE=$out/python
-  "$BIN/python" -m coverage run -m pytest -q -n "${JOBS:-2}" --dist worksteal "${tests[@]}" >"$out/pytest.txt" 2>&1 || status=1
+  "$BIN/python" -m coverage run -m pytest -q -m '' -n "${JOBS:-2}" --dist worksteal "${tests[@]}" >"$out/pytest.txt" 2>&1 || status=1
   tail -1 "$out/pytest.txt"
   "$BIN/python" -m coverage combine -q >>"$out/pytest.txt" 2>&1 # it names the files of processes that were killed
   "$BIN/python" -m coverage report --skip-empty

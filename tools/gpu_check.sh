@@ -109,14 +109,13 @@ ringx() {
   for n in $ranks; do
     RANKS=$n step "ringx-check-$n" "$PYTHON" -m pytest -v -rs tests/ringx/test_ringx_ranks.py
     ((n <= gpus)) || continue
-    local run=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$n" tools/ringx_bench.py time)
-    step "ringx-causal-$n" "${run[@]}" --parts --tokens "$tokens" --json "$OUT/ringx-causal-$n.json"
+    local run=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$n" tools/ringx_bench.py)
+    step "ringx-causal-$n" "${run[@]}" --tokens "$tokens" --json "$OUT/ringx-causal-$n.json"
     grep -h '^table' "$OUT/ringx-causal-$n.txt"
     [[ -n ${QUICK:-} ]] && continue
-    step "ringx-full-$n" "${run[@]}" --parts --mask full --tokens 8K,32K,64K --json "$OUT/ringx-full-$n.json"
+    step "ringx-full-$n" "${run[@]}" --mask full --tokens 8K,32K,64K --json "$OUT/ringx-full-$n.json"
     grep -h '^table' "$OUT/ringx-full-$n.txt"
-    NCCL_P2P_DISABLE=1 step "ringx-slow-$n" "${run[@]}" --tokens 8K,32K,64K --label "slow link (NCCL_P2P_DISABLE=1)" \
-      --json "$OUT/ringx-slow-$n.json"
+    NCCL_P2P_DISABLE=1 step "ringx-slow-$n" "${run[@]}" --tokens 8K,32K,64K --json "$OUT/ringx-slow-$n.json"
     grep -h '^table' "$OUT/ringx-slow-$n.txt"
   done
 }
@@ -207,7 +206,7 @@ staged_steps() {
   for ((round = 1; round <= ${ROUNDS:-4}; round++)); do
     step "copies-$round" within 20 "$OUT/gpu_floor" copies 0 "${cores%,*}" 4096 1048576 67108864
     step "floor-$round" within 40 "$OUT/gpu_floor" staged 0 "$last" "${cores%,*}" "${cores#*,}" 4096 1048576 67108864
-    echo "bytes, ns of a copy from and to the GPU; bytes, ns of a round trip in C:"
+    echo "bytes, ns of a copy from and to the GPU; bytes, ns of a round trip in C (and without the copies):"
     cat "$OUT/copies-$round.txt" "$OUT/floor-$round.txt"
     bench_step "tcp-$round" 60 --device cpu,gpu --transport tcp --sizes 4K,1M,64M --ops push_pull --rounds 3 --cores "$cores" --beside none
   done

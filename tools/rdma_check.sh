@@ -116,7 +116,8 @@ facts() {
   done >"$results/facts.txt"
 }
 gpu() { has nvidia-smi && "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; }
-nixl() { "$python" -c 'import sys; from fserver.bench import libraries; sys.exit(libraries.missing("nixl"))' 2>/dev/null; }
+# The same names are in fserver/bench/libraries.py. To import that takes seconds.
+nixl() { "$python" -c 'import importlib.util as u, sys; sys.exit(not any(map(u.find_spec, ("nixl_cu13", "nixl_cu12", "nixl"))))' 2>/dev/null; }
 mine() { # what this host has
   local found=""
   if gpu; then found+=" gpu"; fi
@@ -199,7 +200,7 @@ for step in $steps; do
   ucx) ucx ;;
   bytes) pingpong bytes "$FSERVER_TRANSPORT" --sizes "${SIZES:-64,4K,64K,1M,16M,64M}" ;;
   # 61 layers with 3 stages, 20 times a second, need a round trip of 273 us.
-  layers) pingpong layers "$FSERVER_TRANSPORT" --tensors 7 --sizes 128K:256K ;;
+  layers) bench layers 2 af --transport "$FSERVER_TRANSPORT" ;;
   tcp) pingpong tcp tcp --tensors 7 --sizes 128K:256K ;;
   gpu) if both gpu gpu; then bench gpu 2 kv --transport "$FSERVER_TRANSPORT" --memory gpu --ops push_pull --keys 1 --sizes 4K,1M,64M; fi ;;
   nccl) if both nccl gpu; then other nccl 6 --device gpu; fi ;;

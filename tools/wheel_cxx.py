@@ -26,7 +26,6 @@ def run(*command: str | Path) -> None:
 
 
 def library(cxx: str, name: str) -> str:
-    """The path of one of the compiler's own libraries."""
     return subprocess.check_output([cxx, f"-print-file-name={name}"], text=True).strip()
 
 

@@ -398,6 +398,8 @@ static struct board *map_board(const struct options *o, int fd) {
 }
 
 int main(int argc, char **argv) {
+  // By lines: what a case has said is there if its time is up.
+  setvbuf(stdout, NULL, _IOLBF, 0);
   const struct options o = parse_options(argc, argv);
   const char *as = getenv("MESH_MEMBER");
   int member, run, row;
