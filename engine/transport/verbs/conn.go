@@ -20,6 +20,9 @@ const (
 	spare     = 4       // more, for messages without bytes, which return half of the credits: two at a time at most
 	sendRoom  = 128     // requests in a send queue
 	bufBytes  = (2*slots + spare) * slotBytes
+
+	// flushLimit is for how long a Conn that has ended waits for what it has posted.
+	flushLimit = time.Second
 )
 
 // Conn is one queue pair. See transport.Conn.
@@ -40,7 +43,6 @@ type Conn struct {
 
 	// The owner of the Fabric guards all below.
 	up         bool // set up: both ends may send
-	ended      time.Time
 	failed     bool // the queue pair is in its error state
 	late       bool // what was posted has not come back in time
 	destroying bool
@@ -85,7 +87,6 @@ func (c *Conn) end(why error) {
 		return
 	}
 	c.Err = c.Because(why)
-	c.ended = time.Now()
 	if c.Closed || errors.Is(why, io.EOF) {
 		why = nil
 	}
@@ -100,6 +101,12 @@ func (c *Conn) end(why error) {
 			f.Owned(func() {
 				c.failed = true
 				f.visitLater(c)
+			})
+			time.AfterFunc(flushLimit, func() {
+				f.Owned(func() {
+					c.late = true
+					f.visitLater(c)
+				})
 			})
 		})
 	}
@@ -180,12 +187,7 @@ func (c *Conn) due() bool {
 // user has polled since the last time.
 func (c *Conn) inspect(now time.Time, polled bool) {
 	limit := c.f.Limits.Stall
-	if c.Err != nil {
-		if c.failed && !c.late && now.Sub(c.ended) > time.Second {
-			c.late = true
-			c.f.visitLater(c)
-		}
-	} else if c.Out.Stalled(now, polled && (c.tx.acked != c.tx.prepared || c.tx.cur.active), uint64(c.tx.acked)) >= limit {
+	if c.Err == nil && c.Out.Stalled(now, polled && (c.tx.acked != c.tx.prepared || c.tx.cur.active), uint64(c.tx.acked)) >= limit {
 		c.end(fmt.Errorf("no progress while bytes are owed for %v: %w", limit, unix.ETIMEDOUT))
 	}
 }

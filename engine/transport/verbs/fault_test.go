@@ -460,3 +460,24 @@ func TestNumberUsedAgain(t *testing.T) {
 	w.echo(next)
 	w.until("its frame is acknowledged", func() bool { return w.done[0] == 1 })
 }
+
+// TestNotFlushed: the end of a Conn is told in bounded time, however long Limits.Stall is, if the device does not give back
+// what was posted.
+func TestNotFlushed(t *testing.T) {
+	w := newTwo(t)
+	for i := range w.f {
+		o := Options{Library: library2(t), Device: devices()[i]}
+		o.Limits.Stall = time.Hour
+		w.f[i] = w.open(o)
+	}
+	a, b := w.pair()
+	fakeverbs.Fail("ibv_modify_qp", syscall.EIO, 0, 2) // what the queue pairs have posted stays there
+	a.Close()
+	for i, c := range []*Conn{a, b} {
+		w.until("the end is told", func() (v bool) {
+			w.f[i].Owned(func() { v = c.retired })
+			return v
+		})
+	}
+	require.Zero(t, fakeverbs.Count("pairs"))
+}
