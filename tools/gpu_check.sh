@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks and times what needs GPUs, from the source tree or an unpacked device bundle.
 #
-#   tools/gpu_check.sh PART...        parts: tests eager channel bench staged af ringx cpp
+#   tools/gpu_check.sh PART...        parts: tests eager channel sanitizer bench staged af ringx cpp
 #
 # OUT=DIR for results (default build/gpu), PYTHON, QUICK=1 for fewer runs. MPS=1 runs NVIDIA's
 # multi-process service meanwhile: the processes of a test then use one GPU at the same time, where they
@@ -10,7 +10,8 @@
 # each step; the exit status says whether all passed, and is 2 without a part or for one that there is not.
 #
 # tests needs the archive alone: all of tests/gpu in one go, within LIMIT seconds (default 900), or
-# FILES="tests/gpu/test_lane.py ..." of them. It leaves tests.txt, and with MPS=1 tests-killed.txt.
+# FILES="tests/gpu/test_lane.py ..." of them, or those that K="lane and two_gpus" selects. It leaves tests.txt, and with MPS=1
+# tests-killed.txt.
 #
 # eager needs a device bundle, or what `make device-bundle` builds, and nvcc: tests, round trips by `fserver bench pingpong` on GPUs,
 # beside those in C, without pollers and on the CPU, ROUNDS of each size (default 5), and what calls of the driver take. All that
@@ -26,7 +27,9 @@
 # one file, staged.tgz.
 #
 # channel needs the archive alone: RUNS of each measurement (default 40), SWEEP=1 for other
-# thresholds too, FULL=1 for the sanitizer.
+# thresholds too.
+#
+# sanitizer needs the archive alone, and compute-sanitizer: kernels of channels, within 6 minutes.
 #
 # af needs the archive, psutil, and 2 or 4 GPUs: fserver bench graph af and overlap, and the tests of memory and
 # of kernels on the timeline, within 9 minutes (it takes about 5, and others' ways up to one more). It leaves one
@@ -41,7 +44,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
-parts="tests eager channel bench staged af ringx cpp"
+parts="tests eager channel sanitizer bench staged af ringx cpp"
 
 wrong() {
   echo "gpu_check: $1; usage: tools/gpu_check.sh PART... (parts: $parts)" >&2
@@ -112,6 +115,8 @@ ringx() {
     local run=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$n" tools/ringx_bench.py)
     step "ringx-causal-$n" "${run[@]}" --tokens "$tokens" --json "$OUT/ringx-causal-$n.json"
     grep -h '^table' "$OUT/ringx-causal-$n.txt"
+    step "ringx-graph-$n" "${run[@]}" --graph --tokens 8K,32K --json "$OUT/ringx-graph-$n.json"
+    grep -h '^table' "$OUT/ringx-graph-$n.txt"
     [[ -n ${QUICK:-} ]] && continue
     step "ringx-full-$n" "${run[@]}" --mask full --tokens 8K,32K,64K --json "$OUT/ringx-full-$n.json"
     grep -h '^table' "$OUT/ringx-full-$n.txt"
@@ -217,7 +222,7 @@ tests() {
   read -rd '' -a files <<<"${FILES:-tests/gpu}"
   step build build
   local -x PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-  local run=("$PYTHON" -m pytest "${files[@]}" -v -p no:cacheprovider -rfs --durations=20)
+  local run=("$PYTHON" -m pytest "${files[@]}" -v -p no:cacheprovider -rfs --durations=20 -k "${K:-}")
   if [[ -z ${MPS:-} ]]; then
     step tests within "${LIMIT:-900}" "${run[@]}"
   else
@@ -233,7 +238,7 @@ killed_at_work() {
   return $((rc == 5 ? 0 : rc))
 }
 
-# Everything in it is bounded: 6 minutes in all without FULL=1. The two processes of a test are on two
+# Everything in it is bounded: 6 minutes in all. The two processes of a test are on two
 # GPUs, or on the only one.
 channel() {
   local gpus here=two_gpus other=one_gpu lanes=("$PYTHON" -m pytest tests/gpu -v -s --maxfail=2 -rf --durations=5)
@@ -251,15 +256,17 @@ channel() {
   step channel-api within 240 "${lanes[@]}" -k "test_gpu_channel and not $other"
   step channel-rest within "${REST:-60}" "${lanes[@]}" \
     -k "test_lane and (sizes or rows or many) and $here or test_lane and rows and one_gpu"
-  if [[ -n ${FULL:-} ]]; then # fails where there is none
-    step channel-sanitizer within 240 compute-sanitizer --target-processes all \
-      --error-exitcode 9 "$PYTHON" -m pytest tests/gpu/test_lane.py -v -s \
-      -k "$here and (unaligned or rows or one_way or many)"
-    # The driver has to refuse what test_flags hands in.
-    step channel-sanitizer-flags within 90 compute-sanitizer --target-processes all --report-api-errors no \
-      --error-exitcode 9 "$PYTHON" -m pytest tests/gpu/test_eager.py -v -s -k test_flags
-  fi
   tar -czf "$OUT/channel.tgz" -C "$OUT" --exclude=channel.tgz .
+}
+
+sanitizer() {
+  local here=two_gpus check=(compute-sanitizer --target-processes all --error-exitcode 9)
+  (($("$PYTHON" -c 'import torch; print(torch.cuda.device_count())') >= 2)) || here=one_gpu
+  step build build
+  step sanitizer within 240 "${check[@]}" "$PYTHON" -m pytest tests/gpu/test_lane.py -v -s \
+    -k "$here and (unaligned or rows or one_way or many)"
+  # The driver has to refuse what test_flags hands in.
+  step sanitizer-flags within 90 "${check[@]}" --report-api-errors no "$PYTHON" -m pytest tests/gpu/test_eager.py -v -s -k test_flags
 }
 
 # compiled NAME SOURCE OPTION...: a program with the headers of C++, in $OUT.
@@ -306,7 +313,7 @@ af_steps() {
 for part in "$@"; do
   case $part in
     eager | bench | staged | af) packed "$part" ;;
-    tests | channel | ringx | cpp) "$part" ;;
+    tests | channel | sanitizer | ringx | cpp) "$part" ;;
     *) wrong "no part $part" ;;
   esac
 done

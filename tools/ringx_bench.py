@@ -112,6 +112,21 @@ def timed(call: Callable[[], None], count: int, on_gpu: bool) -> float:
     return statistics.median(slowest.tolist())
 
 
+def captured(call: Callable[[], None]) -> Callable[[], None]:
+    """A replay of the call, which is captured in a CUDA graph: without the work of the CPU."""
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(WARM):
+            call()
+        torch.cuda.synchronize()
+        dist.barrier()
+        # Other threads, such as NCCL's, may call the driver meanwhile.
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            call()
+    torch.cuda.synchronize()
+    return graph.replay
+
+
 def measure(options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     """All ways at all lengths."""
     rows, on_gpu = [], device.type == "cuda"
@@ -159,6 +174,8 @@ def measure_one(
             for name, call, work in (("forward", forward, 1), ("both", both, 3.5)):
                 if on_gpu:
                     torch.cuda.reset_peak_memory_stats()
+                if options.graph:
+                    call = captured(call)
                 took = row[f"{name}_ms"] = timed(call, options.iterations, on_gpu)
                 row[f"{name}_peak_gb"] = (torch.cuda.max_memory_allocated() - used) / 1e9
                 row[f"{name}_tflops_per_gpu"] = flop * work / took / 1e9
@@ -194,6 +211,7 @@ def main() -> None:
     add("--ways", help="only these, by name, with commas")
     add("--kernel", choices=[*KERNELS], default="cudnn")
     add("--iterations", type=int, default=20)
+    add("--graph", action="store_true", help="times replays of a CUDA graph of each call")
     options = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
