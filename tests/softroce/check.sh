@@ -74,6 +74,6 @@ for ((i = 0; i < ${#packages[@]}; i += 2)); do
   needed "${packages[i]}.test" "$@" || continue
   "${GO:-go}" test -c -o "$share/${packages[i]}.test" "${packages[i + 1]}"
 done
-seconds=${SOFTROCE_SECONDS:-1200}
+seconds=${SOFTROCE_SECONDS:-2400}
 exec "$here/vm.sh" run --time "$seconds" --memory "${SOFTROCE_MEMORY:-2048}" -- \
   env SOFTROCE_SECONDS="$seconds" SOFTROCE_ROUNDS="${SOFTROCE_ROUNDS:-20}" SOFTROCE_SHARE="$share" SOFTROCE_TRANSPORTS="$transports" SOFTROCE_PYTHON="${BIN:+$BIN/}python3" "$here/guest/cases.sh" "$@"
