@@ -1,15 +1,11 @@
 """`fserver bench af`: the traffic between attention and FFN processes, layer by layer."""
 
 import statistics
-import time
-from collections.abc import Sequence
 from typing import Any
 
 from . import report
-from .actors import WorkerActor
-from .crew import Case, Member, Nodes, connected
+from .crew import Case, Member, Nodes, connected, members, serve
 from .options import TWO_HOSTS, check_hosts, parser, positive, seconds_of, size, transport_of
-from .remote import CommandingWorker, members, serve
 from .run import Run
 from .turns import Way
 
@@ -61,40 +57,6 @@ PARSER = parser(
 )
 
 
-class LayersActor(WorkerActor):
-    """One worker that goes through all stages of all layers; `count` counts such steps."""
-
-    def measure(self, warmup: int, count: int) -> dict[str, Any]:
-        """Times each stage of each layer in `count` steps."""
-        samples, steps, traces = list[int](), [], []
-        self.run(warmup * self.case.unit)
-        for _ in range(count):
-            start = time.perf_counter_ns()
-            samples += self.run(self.case.unit)
-            steps.append(time.perf_counter_ns() - start)
-            traces += [self.nodes[0].fetch_trace(handle) for handle in self.handles]
-        step_ms = statistics.median(steps) / 1e6
-        return {**report.figures(samples), "step_ms": step_ms, "parts_us": medians(traces)}
-
-
-class FarLayersActor(CommandingWorker, LayersActor):
-    """The same with a server on another host."""
-
-
-def parts(t: Sequence[int]) -> dict[str, int]:
-    """Nanoseconds of each part of a round trip with these stamps."""
-    return {
-        name: sum(t[at[i]] - t[at[i + 1]] for i in range(0, len(at), 2))
-        for name, (_, at) in PARTS.items()
-    }
-
-
-def medians(traces: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Of each part, in microseconds."""
-    found = [parts(t) for t in traces]
-    return {name: statistics.median(p[name] for p in found) / 1e3 for name in PARTS}
-
-
 def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutable)
     """Runs the benchmark; returns the exit status."""
     options = PARSER.parse_args(argv)
@@ -120,9 +82,9 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
 def _members(run: Run) -> list[Member]:
     options, cores = run.options, run.cores
     if options.role:
-        return members(cores, options.role, FarLayersActor)
+        return members(cores, options.role, "layers.FarLayersActor")
     workers, servers = range(options.workers), range(options.servers)
-    found = [Member(f"worker {i}", LayersActor, "worker", cores[0]) for i in workers]
+    found = [Member(f"worker {i}", "layers.LayersActor", "worker", cores[0]) for i in workers]
     found += [Member(f"server {i}", "actors.ServerActor", "server", cores[1]) for i in servers]
     return found
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from . import options as opts
 from . import report
-from .crew import Case, Nodes, start
-from .remote import SERVE_S, members
+from .crew import SERVE_S, Case, Nodes, members, start
 from .run import Run
 from .turns import FreshPlayer, Way
 

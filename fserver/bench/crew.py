@@ -20,14 +20,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fserver import Error
 
 from .errors import BenchError, WrongDataError
 from .host import OTHERS, environment, free_port, secret, transport_settings
 
 START_TIMEOUT = 180.0  # seconds; imports of torch on a busy machine
+SERVE_S = 24 * 3600.0  # for the server of two hosts
 TIMEOUT = 600.0  # seconds; what a benchmark does between two answers
 PARTING_S = 1.0  # for the others to say what they have seen, once one has failed
 KILL_TIMEOUT = 10.0  # seconds; what the kernel takes to end a process, with all its memory
@@ -265,6 +264,8 @@ class Crew:
         if scheduler:
             total = {"worker": 1, "server": 1}
         if device == "gpu":
+            import torch  # takes seconds
+
             self.gpus = (0, max(torch.cuda.device_count() - 1, 0))
         settings = {**transport_settings(transport), **({} if scheduler else secret())}
         ranks = {role: itertools.count() for role in total}
@@ -317,6 +318,23 @@ def pair_of(
     ]
 
 
+def members(
+    cores: tuple[int, int], role: str | None, worker: str | type = "remote.CommandingWorker"
+) -> list[Member]:
+    """The processes of this host: a pair, or the one of this role."""
+    if not role:
+        return pair_of(cores)
+    is_server = role == "server"
+    return [Member(role, "remote.ObeyingServer" if is_server else worker, role, cores[is_server])]
+
+
+def serve(connected: contextlib.AbstractContextManager[Crew], scheduler: str) -> None:
+    """Does what the worker of the other host says, until it has left."""
+    print(f"bench: waiting for the worker at {scheduler}", file=sys.stderr)
+    with connected as crew:
+        crew.all("serve", timeout=SERVE_S)
+
+
 def _child(conn: Connection, member: Member, make: Factory) -> None:
     """Life of one process: pinned before any library starts a thread, then orders until "end".
 
@@ -344,6 +362,8 @@ def _child(conn: Connection, member: Member, make: Factory) -> None:
             conn.send((None, getattr(actor, method)(*args), None))
     except WrongDataError as error:
         answer = WrongDataError, f"received wrong data: {error}", None
+    except ModuleNotFoundError as error:
+        answer = BenchError, f"failed: {error} (install it)", str(error)
     except BaseException as error:
         text = str(error) if isinstance(error, Error) else f"\n{traceback.format_exc()}"
         answer = BenchError, f"failed: {text}", str(error)

@@ -12,9 +12,6 @@ import torch.distributed as dist
 
 from .team import WAIT, SideActor
 
-ON_STREAMS = ("nccl", "symm", "nvshmem")  # a CUDA graph can hold their calls
-ON_GPUS = (*ON_STREAMS, "nixl")
-ON_CPU = ("gloo",)
 BIG = 64 << 20  # bytes of a large message
 # None needs NVLink multicast, which is not to be used where a host's GPUs are shared.
 ENVIRONMENT = {

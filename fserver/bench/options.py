@@ -7,6 +7,11 @@ from typing import Any
 
 from . import report
 
+# Other libraries (libraries.py).
+ON_STREAMS = ("nccl", "symm", "nvshmem")  # a CUDA graph can hold their calls
+ON_GPUS = (*ON_STREAMS, "nixl")
+ON_CPU = ("gloo",)
+
 TRANSPORTS = "tcp, cma (inside a host), cudaipc (between GPUs), or auto (the best available)"
 CHECKED = (
     "The number in every answer is checked. Between rounds, all bytes of an exchange are compared, "

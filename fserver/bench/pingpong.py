@@ -7,21 +7,20 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from . import against, report, rivals
+from . import against, report
 from . import options as opts
 from .baseline import Baseline, baseline_of, compiled, program
-from .crew import Case, Crew, Nodes, connected
+from .crew import Case, Crew, Nodes, connected, members, serve
 from .errors import BenchError
 from .host import NO_ADDRESS, own_address, transport_settings
-from .libraries import ON_GPUS
-from .remote import members, serve
 from .run import SMALL, Run, need_gpu
 from .turns import CrewPlayer, Way
 
 OPS = ("push", "pull", "push_pull")
 PLACES = ("local", "remote")
 SIZES = "64,4K,64K,1M,16M,64M"
-BESIDE = (*rivals.WAYS, "shm", "c++", "none")
+LIBRARIES = (*opts.ON_GPUS, *opts.ON_CPU)
+BESIDE = (*LIBRARIES, "shm", "c++", "none")
 COLUMNS = (
     report.Column("place", -6, "place"),
     report.Column("device", -6, "device"),
@@ -161,11 +160,13 @@ def _others(
     """The other libraries, which end with the stack, and the programs of --beside."""
     raw, on_gpu = ours[0].raw, planned[0].device == "gpu"
     gpus = ours[0].player.crew.gpus if on_gpu else None
-    names = run.options.beside or (ON_GPUS if on_gpu else ())
+    names = run.options.beside or (opts.ON_GPUS if on_gpu else ())
     room = max(SMALL, *(sum(sizes) for case in planned for sizes in (case.out, case.back)))
-    libraries = [name for name in names if name in rivals.WAYS]
-    for one in rivals.beside(stack, libraries, gpus, room, run.cores, run.nodes):
-        yield Way(one.way, one, raw)
+    if libraries := [name for name in names if name in LIBRARIES]:
+        from . import rivals  # with torch, which takes seconds
+
+        for one in rivals.beside(stack, libraries, gpus, room, run.cores, run.nodes):
+            yield Way(one.way, one, raw)
     if "shm" in names:
         yield run.way("raw shm", lambda: program("raw shm", run.cores))
     for way in ours:

@@ -3,18 +3,15 @@ of JSON under a key that no case has."""
 
 import dataclasses
 import json
-import sys
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from .actors import TIMEOUT_MS, ServerActor, WorkerActor
-from .crew import Case, Crew, Member, pair_of
+from .crew import Case
 
 CONTROL = 1 << 63
 METHODS = ("prepare", "verify", "measure")
-SERVE_S = 24 * 3600.0  # for the server of two hosts
 
 
 class CommandingWorker(WorkerActor):
@@ -56,20 +53,3 @@ class ObeyingServer(ServerActor):
                 args = [Case(**args[0])]
             if method in METHODS:
                 getattr(self, method)(*args)
-
-
-def members(
-    cores: tuple[int, int], role: str | None, worker: type[CommandingWorker] = CommandingWorker
-) -> list[Member]:
-    """The processes of this host: a pair, or the one of this role."""
-    if not role:
-        return pair_of(cores)
-    is_server = role == "server"
-    return [Member(role, ObeyingServer if is_server else worker, role, cores[is_server])]
-
-
-def serve(connected: AbstractContextManager[Crew], scheduler: str) -> None:
-    """Does what the worker of the other host says, until it has left."""
-    print(f"bench: waiting for the worker at {scheduler}", file=sys.stderr)
-    with connected as crew:
-        crew.all("serve", timeout=SERVE_S)

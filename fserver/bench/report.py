@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 import fserver
+from fserver import versions
 
 from .errors import BenchError
 
@@ -151,7 +150,7 @@ def machine(cores: tuple[int, ...]) -> dict[str, Any]:
         "kernel": f"{platform.system()} {platform.release()}",
         "arch": platform.machine(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": versions.torch(),
         "fserver": fserver.__version__ + (f" ({build})" if build else ""),
     }
 

@@ -14,11 +14,11 @@ import torch
 from .actors import POISON, number, own_seed
 from .crew import Nodes
 from .errors import BenchError, GaveUpError
-from .libraries import ENVIRONMENT, ON_CPU, ON_GPUS, missing, pair
+from .libraries import ENVIRONMENT, missing, pair
+from .options import ON_CPU, ON_GPUS
 from .report import Figures, figures
 from .team import SideActor, Team
 
-WAYS = (*ON_GPUS, *ON_CPU)
 LIMIT = 20.0  # seconds; what is done in one go, the first of which takes longest; to join: twice
 CORES = 4  # of each process
 
@@ -134,7 +134,7 @@ def beside(
     cores: tuple[int, int] | None,
     nodes: Nodes,
 ) -> list[Rival]:
-    """A player for each of the names of WAYS; those that cannot play know why. They end with the
+    """A player for each of the names; those that cannot play know why. They end with the
     stack. `gpus` and `cores` are of the two sides of ours, and `room` is the bytes of the largest
     message."""
     players = []

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
-
 from . import report
 from .baseline import Baseline, baseline_of, program
 from .crew import Case, Crew, Nodes
@@ -135,5 +133,7 @@ def choose_cores(asked: tuple[int, int] | None) -> tuple[int, int]:
 
 def need_gpu() -> None:
     """Raises BenchError if there is no GPU."""
+    import torch  # takes seconds
+
     if not torch.cuda.is_available():
         raise BenchError("--device gpu: torch sees no GPU (run `fserver doctor` for the reason)")

@@ -13,7 +13,7 @@ import torch
 from bench_fakes import corrupting_node, written
 
 from fserver import bench
-from fserver.bench import af, fanin, options, pingpong, report, turns
+from fserver.bench import af, fanin, layers, options, pingpong, report, turns
 from fserver.bench.crew import Case, Nodes
 from fserver.bench.errors import GaveUpError, WrongDataError
 from fserver.bench.run import Run, choose_cores
@@ -143,10 +143,10 @@ def test_says_which_build(tmp_path):
 
 def test_parts_add_up():
     stamped = [100, 130, 9000, 9007, 9057, 9060, 600, 611]
-    parts = af.parts(stamped)
+    parts = layers.parts(stamped)
     assert parts["network"] == (600 - 130) - (9060 - 9000)
     assert sum(parts.values()) == 611 - 100 and parts.keys() == af.PARTS.keys()
-    assert af.medians([stamped])["serve"] == 0.05
+    assert layers.medians([stamped])["serve"] == 0.05
 
 
 class Recorder:

@@ -19,7 +19,8 @@ from bench_fakes import (
 )
 
 from fserver import bench
-from fserver.bench import baseline, pingpong, run
+from fserver.bench import baseline, pingpong, rivals, run
+from fserver.bench import options as opts
 from fserver.bench.crew import Crew, Nodes
 from fserver.bench.errors import BenchError, GaveUpError, WrongDataError
 from fserver.bench.host import own_address
@@ -232,17 +233,17 @@ def test_on_gpus(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(pingpong, "_pair", lambda *_: nullcontext(GpuCrew()))
     monkeypatch.setattr(run.Run, "raw", lambda *args: opened.append(args[1:3]))
-    beside = [Namespace(way=way, reason="not here", unit=1) for way in pingpong.rivals.ON_GPUS]
+    beside = [Namespace(way=way, reason="not here", unit=1) for way in opts.ON_GPUS]
     for one in beside:
         one.prepare = lambda *_: None
         one.check = lambda _: (_ for _ in ()).throw(GaveUpError("not here"))
     asked = []
-    monkeypatch.setattr(pingpong.rivals, "beside", lambda *args: asked.append(args) or beside)
+    monkeypatch.setattr(rivals, "beside", lambda *args: asked.append(args) or beside)
     argv = ["--device", "gpu", "--sizes", "4M", "--ops", "push_pull", "--rounds", "2"]
     assert pingpong.main([*argv, "--iters", "5", "--json", str(path)]) == 0
     assert opened == [("cudaipc", "0,1")]
-    assert asked[0][1:4] == ([*pingpong.rivals.ON_GPUS], (0, 1), 4 << 20)
+    assert asked[0][1:4] == ([*opts.ON_GPUS], (0, 1), 4 << 20)
     ours, *others = written(path, "pingpong")
     assert (ours["transport"], ours["p50_us"], ours["device"]) == ("cudaipc", 20.0, "gpu")
-    assert [row["transport"] for row in others] == [*pingpong.rivals.ON_GPUS]
+    assert [row["transport"] for row in others] == [*opts.ON_GPUS]
     assert all(row["skipped"] == "not here" and row["p50_us"] is None for row in others)

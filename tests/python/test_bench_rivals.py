@@ -12,6 +12,7 @@ import pytest
 
 from fserver import bench
 from fserver.bench import libraries, rivals, team
+from fserver.bench import options as opts
 from fserver.bench.crew import Nodes
 from fserver.bench.turns import take_turns
 
@@ -141,7 +142,7 @@ def test_one_that_cannot_start(monkeypatch, capsys):
 
 def test_those_of_gpus_take_two():
     with contextlib.ExitStack() as stack:
-        players = rivals.beside(stack, rivals.WAYS, (0, 0), 64, None, Nodes())
+        players = rivals.beside(stack, (*opts.ON_GPUS, *opts.ON_CPU), (0, 0), 64, None, Nodes())
     reasons = {player.way: player.reason for player in players}
     assert reasons.pop("gloo") == "it takes tensors on the CPU"
     assert set(reasons.values()) == {"it takes two GPUs, and there is one"} and len(reasons) == 4

@@ -16,7 +16,7 @@ from fserver.channel.describe import mode_named
 from .. import libraries, rivals
 from ..crew import Crew
 from ..errors import BenchError
-from ..options import Option, Parser, milliseconds, output, positive, seconds
+from ..options import ON_STREAMS, Option, Parser, milliseconds, output, positive, seconds
 from ..report import save
 from ..team import Team
 from . import overlap, traffic, trips
@@ -121,7 +121,7 @@ def _parsed(argv: list[str], gpus: int) -> argparse.Namespace:
     text = "modes of the channels (default: all, but host only with trips); without a name: none"
     modes = (*MODES, "host")
     parser.add_argument("--modes", nargs="*", type=mode_named, choices=modes, help=text)
-    ways, text = libraries.ON_STREAMS, "other libraries (default: all); without a name: none"
+    ways, text = ON_STREAMS, "other libraries (default: all); without a name: none"
     parser.add_argument("--beside", nargs="*", default=ways, choices=ways, help=text)
     args = parser.parse_args(argv)
     if args.modes is None:
