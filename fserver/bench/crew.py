@@ -352,7 +352,7 @@ def _child(conn: Connection, member: Member, make: Factory) -> None:
     answer: tuple[type[BenchError], str, str | None]
     try:
         if isinstance(made, str):
-            made = pkgutil.resolve_name(f"{__package__}.{made}")
+            made = pkgutil.resolve_name(f"{__package__}.{made.replace('.', ':')}")
         actor = made(make, *member.args)
         conn.send((None, None, None))
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
 import sys
 from argparse import ArgumentTypeError, Namespace
 
@@ -132,6 +133,27 @@ def test_packages_that_are_missing(missing, monkeypatch, capsys):
     assert bench.main(["pingpong"]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert missing in last and last.endswith(" (run pip install 'fserver[bench]')")
+
+
+def test_torch_is_missing(tmp_path):
+    """The processes that measure need it, and the one that shows does not."""
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")")
+    command = [
+        sys.executable,
+        "-m",
+        "fserver",
+        "bench",
+        "pingpong",
+        "--sizes",
+        "64",
+        "--rounds",
+        "1",
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "failed: No module named 'torch' (install it)" in done.stderr.splitlines()[-1]
 
 
 def test_says_which_build(tmp_path):
