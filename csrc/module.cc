@@ -200,6 +200,11 @@ void define_engine(py::module_ &m) {
     throw py::error_already_set();
   }
   watch_fork();
+  m.def(
+      "enter", [] { enter("load"); },
+      "Raises if this process may not use the engine, such as a child of fork "
+      "in which it does\n"
+      "not run.");
   define_node(m);
   m.def(
       "settings",
@@ -311,7 +316,9 @@ void define_worker(py::module_ &m) {
   add_fast(worker, "wait", wait,
            "wait($self, /, handler, timeout_ms=10000)\n--\n\n"
            "Returns when the push_pull has completed.");
+}
 
+void define_stepmesh_worker(py::module_ &m) {
   py::class_<StepmeshWorker, Worker>(m, "StepmeshWorker", py::module_local(),
                                      "A worker that keeps to StepMesh.")
       .def(py::init([](const py::handle &settings, uint64_t next_handler) {
@@ -429,6 +436,7 @@ void define_tensors(py::module_ &m) {
     sizes[i] = static_cast<uint8_t>(dtype_bytes(i));
   fs_dtypes(sizes, 256);
   define_worker(m);
+  define_stepmesh_worker(m);
   define_server(m);
   define_lanes(m);
   define_flags(m);

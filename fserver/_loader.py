@@ -46,12 +46,15 @@ def load() -> ModuleType:
 
     Raises:
         LoadError: the extension cannot be loaded. The text has the command that repairs it.
+        Error: this process was forked after the engine had been started.
     """
     global _module
     if _module is None:
         with _lock:
             if _module is None:
                 check(_PACKAGE)
+                if running := sys.modules.get("fserver._C"):
+                    running.enter()  # rather than import torch first
                 adapter = _adapter()
                 module = _import("fserver._C")
                 _join(module, adapter)

@@ -82,7 +82,7 @@ bench() { # STEP NUMBER BENCHMARK OPTION...: both hosts run `fserver bench`
     line ok "$step" "the client has the figures"
     return
   }
-  line ok "$step" "$(awk -F '[": ,]+' '$2 == "transport" && $3 ~ /^[a-z]/ { way = $3 } $2 == "bytes_out" || $2 == "bytes" { count = $3 }
+  line ok "$step" "$(awk -F '[": ,]+' '$2 == "transport" && $3 ~ /^[a-z]/ && !way { way = $3 } $2 == "bytes_out" || $2 == "bytes" { count = $3 }
     $2 == "p50_us" { found = found ", " count " B " int($3 + 0.5) " us" }
     $2 == "messages" { found = found ", " count " B " int($3) " messages/s" }
     END { print way found }' "$results/$step.json")"
@@ -201,7 +201,7 @@ for step in $steps; do
   bytes) pingpong bytes "$FSERVER_TRANSPORT" --sizes "${SIZES:-64,4K,64K,1M,16M,64M}" ;;
   # 61 layers with 3 stages, 20 times a second, need a round trip of 273 us.
   layers) bench layers 2 af --transport "$FSERVER_TRANSPORT" ;;
-  tcp) pingpong tcp tcp --tensors 7 --sizes 128K:256K ;;
+  tcp) bench tcp 2 af --transport tcp ;;
   gpu) if both gpu gpu; then bench gpu 2 kv --transport "$FSERVER_TRANSPORT" --memory gpu --ops push_pull --keys 1 --sizes 4K,1M,64M; fi ;;
   nccl) if both nccl gpu; then other nccl 6 --device gpu; fi ;;
   nixl) if both nixl nixl; then other nixl 6 --device "$(have gpu && echo gpu || echo cpu)"; fi ;;

@@ -283,10 +283,22 @@ class Crew:
             self.all("leave")
 
 
+def spawned(members: Sequence[Member], nodes: Nodes) -> list[Peer]:
+    """Starts the processes. If one cannot be started, the others end."""
+    crew = Crew([])
+    try:
+        for member in members:
+            crew.peers.append(Peer.spawn(member, nodes))
+    except BaseException:
+        crew.close(0)
+        raise
+    return crew.peers
+
+
 @contextlib.contextmanager
 def start(members: Sequence[Member], nodes: Nodes) -> Iterator[Crew]:
     """Starts the processes, and ends them with the block: at once if it failed."""
-    crew, patience = Crew([Peer.spawn(member, nodes) for member in members]), 0.0
+    crew, patience = Crew(spawned(members, nodes)), 0.0
     try:
         crew.results()
         yield crew

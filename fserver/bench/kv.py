@@ -103,6 +103,8 @@ def _row(run: Run, at: int, case: Case) -> dict[str, Any]:
 
 def _unable(case: Case, options: argparse.Namespace) -> str | None:
     """Why a case cannot be measured here."""
+    if options.role and case.transport in ("cma", "cudaipc"):
+        return "it stays inside a host"
     if case.place == "remote" and not options.role:
         if case.transport != "tcp":
             return "on one host, a remote place takes tcp"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fserver
-from fserver import versions
 
 from .errors import BenchError
 
@@ -133,6 +132,8 @@ def _line(columns: Sequence[Column], cells: Iterable[str]) -> str:
 def machine(cores: tuple[int, ...]) -> dict[str, Any]:
     """What the figures are measured on. Warns if the cores have other work to do."""
     import psutil
+
+    from fserver import versions
 
     load = psutil.cpu_percent(0.3, percpu=True)
     busy = [round(load[core]) for core in cores]

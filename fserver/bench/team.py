@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .actors import Actor
-from .crew import Crew, Factory, Member, Nodes, Peer
+from .crew import Crew, Factory, Member, Nodes, spawned
 
 APART_S = 0.5  # so that they do not say at the same time where they hang
 WAIT = timedelta(seconds=30)
@@ -86,7 +86,7 @@ class Team(Crew):
             members.append(
                 Member(f"{role} {rank}", actor, role, args=own, variables=variables or {})
             )
-        super().__init__([Peer.spawn(member, nodes) for member in members])
+        super().__init__(spawned(members, nodes))
 
     def call(self, limit: float, method: str, *args: Any) -> list[Any]:
         """Runs a method in all, for so many seconds; a process that takes longer prints where it

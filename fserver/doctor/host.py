@@ -50,7 +50,8 @@ def engine(report: Report, values: dict[str, str]) -> dict[str, Any] | None:
     try:
         _loader.load()
     except _loader.LoadError as e:
-        report.add(title, _no("tensors", e))
+        needed = values.get("DMLC_ROLE", "").lower() != "scheduler"
+        report.add(title, _no("tensors", e, needed))
     report.add(title, Check("kernel", "info", found["kernel"]), *_drivers(found))
     for note in found["notes"]:
         remedy = "the findings below may be incomplete; let this process read it"
@@ -60,11 +61,10 @@ def engine(report: Report, values: dict[str, str]) -> dict[str, Any] | None:
     return found
 
 
-def _no(name: str, error: _loader.LoadError) -> Check:
+def _no(name: str, error: _loader.LoadError, fatal: bool = True) -> Check:
     text, _, remedy = str(error).rpartition(" (")
-    return Check(
-        name, "no", text or str(error), remedy.rstrip(")") if text else "run `make af`", fatal=True
-    )
+    remedy = remedy.rstrip(")") if text else "run `make af`"
+    return Check(name, "no", text or str(error), remedy, fatal=fatal)
 
 
 def kernel(root: str = "/") -> dict[str, Any]:

@@ -485,6 +485,27 @@ def test_use_after_fork_raises_at_once(child: MakeChild) -> None:
     assert time.monotonic() - started < 15
 
 
+def forks_beside_a_scheduler(parent: Parent) -> None:
+    """The engine runs here, and torch is not connected to it."""
+    scheduler = fserver.Scheduler(scheduler="127.0.0.1:0", workers=1, servers=1, connect=False)
+    receive, send = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            fserver.Worker(scheduler=scheduler.scheduler)
+        except fserver.Error as error:
+            os.write(send, str(error).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    scheduler.close()
+    parent.put(os.read(receive, 1000).decode())
+
+
+def test_fork_beside_a_scheduler(child: MakeChild) -> None:
+    said = child(forks_beside_a_scheduler, FSERVER_LOG="error").get()
+    assert said.startswith("load: the engine was started before this process was forked")
+
+
 def forks_first(parent: Parent) -> None:
     """Both sides of a fork open a node."""
     receive, send = os.pipe()

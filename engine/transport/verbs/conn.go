@@ -44,6 +44,7 @@ type Conn struct {
 	// The owner of the Fabric guards all below.
 	up         bool // set up: both ends may send
 	failed     bool // the queue pair is in its error state
+	patience   *time.Timer
 	late       bool // what was posted has not come back in time
 	destroying bool
 	gone       bool // the queue pair is destroyed
@@ -100,16 +101,23 @@ func (c *Conn) end(why error) {
 			_ = c.qp.Fail() // of a device that is gone; then late ends the wait
 			f.Owned(func() {
 				c.failed = true
+				if !f.Closing {
+					c.patience = time.AfterFunc(flushLimit, c.giveUp)
+				}
 				f.visitLater(c)
-			})
-			time.AfterFunc(flushLimit, func() {
-				f.Owned(func() {
-					c.late = true
-					f.visitLater(c)
-				})
 			})
 		})
 	}
+}
+
+// giveUp ends the wait for what the device has not given back.
+func (c *Conn) giveUp() {
+	c.f.Owned(func() {
+		if !c.destroying && !c.f.Closing {
+			c.late = true
+			c.f.visitLater(c)
+		}
+	})
 }
 
 // destroy gives back what make took. It may block.
@@ -118,6 +126,9 @@ func (c *Conn) destroy() {
 		return
 	}
 	c.gone = true
+	if c.patience != nil {
+		c.patience.Stop()
+	}
 	if c.qp != nil {
 		_ = c.qp.Destroy()
 	}
