@@ -89,6 +89,7 @@ def test_two_hosts(spaces: dict[str, str], tmp_path: Path) -> None:
             files = {Path(name).name for name in packed.getnames()}
         assert {"summary.txt", "facts.txt", "doctor.log", "bytes.log", "layers.log"} <= files
     assert re.search(r"bytes .* tcp, 64 B \d+ us, 4096 B \d+ us$", out["client"], re.MULTILINE)
+    assert re.search(r"layers .* tcp, 917504 B \d+ us$", out["client"], re.MULTILINE)
     rows = json.loads((tmp_path / "client/bytes.json").read_text())["rows"]
     assert [(row["bytes_out"], row["transport"]) for row in rows] == [(64, "tcp"), (4096, "tcp")]
     assert "transport  tcp" in (tmp_path / "client/peer.log").read_text()
