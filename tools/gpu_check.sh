@@ -226,14 +226,14 @@ tests() {
   if [[ -z ${MPS:-} ]]; then
     step tests within "${LIMIT:-900}" "${run[@]}"
   else
-    step tests some "${run[@]}" -m "not killed_at_work"
-    step tests-killed some env -u CUDA_MPS_PIPE_DIRECTORY "${run[@]}" -m killed_at_work
+    step tests within "${LIMIT:-900}" "${run[@]}" -m "not killed_at_work"
+    step tests-killed killed_at_work "${run[@]}" -m killed_at_work
   fi
 }
 
-# some COMMAND...: pytest, of which there may be no test in FILES and K (5).
-some() {
-  within "${LIMIT:-900}" "$@"
+# killed_at_work COMMAND...: pytest, without MPS. There may be none of them in FILES and K (5).
+killed_at_work() {
+  env -u CUDA_MPS_PIPE_DIRECTORY timeout -k 5 "${LIMIT:-900}" "$@"
   local rc=$?
   return $((rc == 5 ? 0 : rc))
 }

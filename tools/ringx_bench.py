@@ -113,7 +113,8 @@ def timed(call: Callable[[], None], count: int, on_gpu: bool) -> float:
 
 
 def captured(call: Callable[[], None]) -> Callable[[], None]:
-    """A replay of the call, which is captured in a CUDA graph: without the work of the CPU."""
+    """Captures the call in a CUDA graph, and returns what replays it. A replay has none of the
+    call's work on the CPU."""
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(WARM):
@@ -214,6 +215,8 @@ def main() -> None:
     add("--graph", action="store_true", help="times replays of a CUDA graph of each call")
     options = parser.parse_args()
     on_gpu = torch.cuda.is_available()
+    if options.graph and not on_gpu:
+        parser.error("--graph needs GPUs, and torch.cuda.is_available() is false")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)

@@ -51,7 +51,7 @@ def engine(report: Report, values: dict[str, str]) -> dict[str, Any] | None:
         _loader.load()
     except _loader.LoadError as e:
         needed = values.get("DMLC_ROLE", "").lower() != "scheduler"
-        report.add(title, _no("tensors", e, needed))
+        report.add(title, _no("tensors", e, fatal=needed))
     report.add(title, Check("kernel", "info", found["kernel"]), *_drivers(found))
     for note in found["notes"]:
         remedy = "the findings below may be incomplete; let this process read it"

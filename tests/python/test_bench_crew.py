@@ -169,3 +169,18 @@ def test_port_is_held():
         port = int(address.rpartition(":")[2])
         with Listener(("127.0.0.1", port)) as listener:
             assert listener.address[1] == port
+
+
+def test_a_process_that_cannot_be_started_ends_the_others(monkeypatch):
+    made, real = [], crew.Peer.spawn
+
+    def spawn(member, nodes):
+        if made:
+            raise BenchError("no more processes")
+        made.append(real(member, nodes))
+        return made[0]
+
+    monkeypatch.setattr(crew.Peer, "spawn", spawn)
+    with pytest.raises(BenchError, match="no more processes"):
+        crew.spawned(crew.pair_of(None), crew.Nodes())
+    assert not made[0].process.is_alive()

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,13 @@ def test_no_gpu(ready: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setenv("STEPMESH_BACKEND", "CPU")
     assert kv.main("--memory cpu:gpu --sizes 64 --ops push --transport cma".split()) == 0
     assert capsys.readouterr().out.count("skipped: this host has no GPU that can be used") == 2
+
+
+def test_cma_stays_inside_a_host() -> None:
+    """Between two hosts its rows are skipped, as the other host skips them."""
+    for transport, reason in (("cma", "it stays inside a host"), ("tcp", None)):
+        case = kv.Case("remote", "cpu", transport, "push", 64)
+        assert kv._unable(case, Namespace(role="worker")) == reason
 
 
 def test_figures() -> None:

@@ -42,10 +42,10 @@ type Conn struct {
 	lagOf      string // the peer whose queue pairs that was chosen among
 
 	// The owner of the Fabric guards all below.
-	up         bool // set up: both ends may send
-	failed     bool // the queue pair is in its error state
-	patience   *time.Timer
-	late       bool // what was posted has not come back in time
+	up         bool        // set up: both ends may send
+	failed     bool        // the queue pair is in its error state
+	patience   *time.Timer // calls giveUp
+	late       bool        // what was posted has not come back in time
 	destroying bool
 	gone       bool // the queue pair is destroyed
 	retired    bool // no event is left to give

@@ -17,7 +17,7 @@ from .traffic import Model, Row, Sizes, Traffic, opened
 
 BLOCKS = 8  # of GEMMs, of a part
 AHEAD = 3  # parts that are enqueued
-STEADY = 0.02  # GEMMs before and after a part differ by no more, else the clock has changed
+STEADY = 0.003  # GEMMs before and after a part differ by no more, else the clock has changed
 PAUSE = 50_000  # cycles
 
 
