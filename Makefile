@@ -88,14 +88,16 @@ demo: ext ## serve a language model, split into attention and FFN, and compare
 
 # go test runs twice: with the race detector, and before that what cannot run with it, or has one goroutine and many
 # cases: allocation gates, models and searches. Seeds and variants that the race detector leaves out are in the part
-# engine of check-long. Every suite runs, also after a failure.
+# engine of check-long. The packages that take longest begin first. `make lint` vets. Every suite runs, also after a
+# failure.
 test: ext ## all tests: go test, pytest and the tests of the C++ headers
 	@status=0
 	log=build/test.log
 	>$$log
 	run() { "$$@" 2>&1 | tee -a $$log || status=1; }
-	run $(GO) test -timeout 5m -run 'Alloc|Model|EverySequence|RandomPeer' ./...
-	run $(GO) test -timeout 10m -p 3 -race ./...
+	apart='Alloc|Model|EverySequence|RandomPeer'
+	run $(GO) test -timeout 5m -vet=off -run $$apart $$(grep -rlE --include='*_test.go' "^func Test\w*($$apart)" cshim engine | xargs -n1 dirname | sort -u | sed 's,^,./,')
+	run $(GO) test -timeout 10m -vet=off -p 3 -race ./engine/node ./engine/transport/rails ./...
 	run timeout --signal=INT --kill-after=30 30m $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=40
 	run env BIN=$(BIN) tools/cpp_tests.sh -j $(JOBS)
 	if [[ $$status != 0 ]]; then
