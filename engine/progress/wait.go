@@ -21,6 +21,9 @@ const (
 	// then wakes every 20 µs for a while: 3,400 times a second, 9 % of the core if the
 	// callers have but one. So no nap is that long, and before each the turn is ended.
 	busyTick = 8 * time.Millisecond
+	// turn is how long callers keep their turn, in one call or in many behind each other, for the
+	// same reason: until one of them finds nothing.
+	turn = 5 * time.Millisecond
 	// LongSleep is how long a sleeper sleeps at most, and a nap while a caller sleeps; see nudge.
 	LongSleep = time.Second
 )
@@ -46,7 +49,7 @@ func (d *Driver) Await(met func() bool, limit time.Duration, spin bool) bool {
 			d.rouse()
 		}
 	}()
-	end := now + int64(max(0, min(limit, 1<<61)))
+	began, end := now, now+int64(max(0, min(limit, 1<<61)))
 	quiet := now // since when nothing was found
 	if !spin {
 		quiet = now - int64(d.settings.Spin)
@@ -64,6 +67,9 @@ func (d *Driver) Await(met func() bool, limit time.Duration, spin bool) bool {
 			quiet = now
 			continue
 		}
+		if now-d.turned.Load() > int64(turn) && d.ends(now, began) {
+			runtime.Gosched()
+		}
 		switch idle := now - quiet; {
 		case idle < int64(d.settings.Yield) && mine:
 		case idle < int64(d.settings.Spin):
@@ -76,6 +82,13 @@ func (d *Driver) Await(met func() bool, limit time.Duration, spin bool) bool {
 			quiet = now - int64(d.settings.Spin) + int64(yieldAfter)
 		}
 	}
+}
+
+// ends says whether the turn of the callers ends now. It does not if it has only begun, with a call
+// after a pause.
+func (d *Driver) ends(now, began int64) bool {
+	d.turned.Store(now)
+	return now-began > int64(turn) || began-d.driven.Load() <= int64(turn)
 }
 
 // yield gives the core to whoever else wants it, another process above all.

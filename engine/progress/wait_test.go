@@ -26,6 +26,27 @@ func TestAwait(t *testing.T) {
 	require.Zero(t, d.callers.Load())
 }
 
+// TestTurn: callers that come one behind the other give their turn to other goroutines now and then.
+func TestTurn(t *testing.T) {
+	d, _ := newFake(t, Settings{Spin: time.Hour})
+	begin := trace.Now()
+	d.driven.Store(begin)
+	d.turned.Store(begin - int64(turn))
+	require.False(t, d.Await(never, turn/5, true))
+	given := d.turned.Load()
+	require.GreaterOrEqual(t, given, begin)
+	for trace.Now() < given+2*int64(turn) {
+		require.False(t, d.Await(never, turn/5, true))
+	}
+	require.Greater(t, d.turned.Load(), given)
+
+	d.driven.Store(0)
+	last := int64(turn)
+	require.True(t, d.ends(2*last, last), "a call that follows the one before")
+	require.False(t, d.ends(4*last, 3*last), "a call after a pause")
+	require.True(t, d.ends(5*last, 3*last), "a long one")
+}
+
 // TestSleep: a caller without spin sleeps at once, is woken by the descriptors, and then has everything looked at.
 func TestSleep(t *testing.T) {
 	d, f := newFake(t, Settings{Spin: time.Hour})
