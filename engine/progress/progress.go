@@ -70,7 +70,7 @@ type Driver struct {
 	wanted  atomic.Int32 // threads that wait for the token; the poller lets them go first
 	callers atomic.Int32 // inside Await
 	driven  atomic.Int64 // when the last caller left Await, nanoseconds
-	turned  atomic.Int64 // when a caller last gave its turn to other goroutines, nanoseconds
+	turned  atomic.Int64 // when the turn of callers last ended or began, nanoseconds
 	_       cpu.CacheLinePad
 	timer   atomic.Int64 // see Schedule
 	woken   atomic.Bool  // somebody has slept: the next pass looks at everything
@@ -82,6 +82,7 @@ type Driver struct {
 	dozing   atomic.Bool // the background goroutine naps for long, while a caller sleeps
 	stopped  atomic.Bool
 	sleeps   atomic.Uint64
+	turns    atomic.Uint64 // that callers have given up
 
 	mu     sync.Mutex
 	parked []*parking

@@ -21,8 +21,8 @@ const (
 	// then wakes every 20 µs for a while: 3,400 times a second, 9 % of the core if the
 	// callers have but one. So no nap is that long, and before each the turn is ended.
 	busyTick = 8 * time.Millisecond
-	// turn is how long callers keep their turn, in one call or in many behind each other, for the
-	// same reason: until one of them finds nothing.
+	// turn is how long a caller keeps its turn, in one call or in many behind each other, for the
+	// same reason: until it finds nothing. Several that poll share the clock.
 	turn = 5 * time.Millisecond
 	// LongSleep is how long a sleeper sleeps at most, and a nap while a caller sleeps; see nudge.
 	LongSleep = time.Second
@@ -67,10 +67,9 @@ func (d *Driver) Await(met func() bool, limit time.Duration, spin bool) bool {
 			quiet = now
 			continue
 		}
-		if now-d.turned.Load() > int64(turn) && d.ends(now, began) {
-			runtime.Gosched()
-		}
 		switch idle := now - quiet; {
+		case idle < int64(d.settings.Spin) && d.endTurn(now, began):
+			now = trace.Now()
 		case idle < int64(d.settings.Yield) && mine:
 		case idle < int64(d.settings.Spin):
 			yield()
@@ -79,16 +78,24 @@ func (d *Driver) Await(met func() bool, limit time.Duration, spin bool) bool {
 				return false // a signal: the caller wants to look at it
 			}
 			now = trace.Now()
-			quiet = now - int64(d.settings.Spin) + int64(yieldAfter)
+			began, quiet = now, now-int64(d.settings.Spin)+int64(yieldAfter)
 		}
 	}
 }
 
-// ends says whether the turn of the callers ends now. It does not if it has only begun, with a call
-// after a pause.
-func (d *Driver) ends(now, began int64) bool {
+// endTurn lets other goroutines run, and says that it has, if the turn of the callers is over: not if it has
+// only begun, with a call after a pause, or after a sleep.
+func (d *Driver) endTurn(now, began int64) bool {
+	if now-d.turned.Load() <= int64(turn) {
+		return false
+	}
 	d.turned.Store(now)
-	return now-began > int64(turn) || began-d.driven.Load() <= int64(turn)
+	if now-began <= int64(turn) && began-d.driven.Load() > int64(turn) {
+		return false
+	}
+	d.turns.Add(1)
+	runtime.Gosched()
+	return true
 }
 
 // yield gives the core to whoever else wants it, another process above all.

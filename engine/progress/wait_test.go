@@ -26,25 +26,21 @@ func TestAwait(t *testing.T) {
 	require.Zero(t, d.callers.Load())
 }
 
-// TestTurn: callers that come one behind the other give their turn to other goroutines now and then.
+// TestTurn: callers that come one behind the other give their turn up now and then, and one that polls for long.
+// A call after a pause does not, and it does not after a sleep.
 func TestTurn(t *testing.T) {
 	d, _ := newFake(t, Settings{Spin: time.Hour})
-	begin := trace.Now()
-	d.driven.Store(begin)
-	d.turned.Store(begin - int64(turn))
-	require.False(t, d.Await(never, turn/5, true))
-	given := d.turned.Load()
-	require.GreaterOrEqual(t, given, begin)
-	for trace.Now() < given+2*int64(turn) {
-		require.False(t, d.Await(never, turn/5, true))
-	}
-	require.Greater(t, d.turned.Load(), given)
+	require.Eventually(t, func() bool { return !d.Await(never, turn/5, true) && d.turns.Load() > 1 }, time.Minute, 1)
+	given := d.turns.Load()
+	require.True(t, d.Await(func() bool { return d.turns.Load() > given }, time.Minute, true))
 
-	d.driven.Store(0)
 	last := int64(turn)
-	require.True(t, d.ends(2*last, last), "a call that follows the one before")
-	require.False(t, d.ends(4*last, 3*last), "a call after a pause")
-	require.True(t, d.ends(5*last, 3*last), "a long one")
+	d.driven.Store(last)
+	d.turned.Store(0)
+	require.True(t, d.endTurn(3*last, 2*last), "a call that follows the one before")
+	require.False(t, d.endTurn(4*last, 2*last), "too soon")
+	require.False(t, d.endTurn(6*last, 5*last), "a call after a pause")
+	require.True(t, d.endTurn(8*last, 5*last), "a long one")
 }
 
 // TestSleep: a caller without spin sleeps at once, is woken by the descriptors, and then has everything looked at.
