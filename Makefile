@@ -88,8 +88,8 @@ demo: ext ## serve a language model, split into attention and FFN, and compare
 
 # go test runs twice: with the race detector, and before that what cannot run with it, or has one goroutine and many
 # cases: allocation gates, models and searches. Seeds and variants that the race detector leaves out are in the part
-# engine of check-long. The packages that take longest begin first. `make lint` vets. Every suite runs, also after a
-# failure.
+# engine of check-long. The packages that take longest begin first. `make lint` calls go vet. Every suite runs,
+# also after a failure.
 test: ext ## all tests: go test, pytest and the tests of the C++ headers
 	@status=0
 	log=build/test.log

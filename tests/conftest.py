@@ -1,4 +1,4 @@
-"""What takes time in every process of the tests, and tests nothing."""
+"""Settings that save processor time in all tests."""
 
 import gc
 import os
@@ -8,6 +8,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_collection_finish() -> None:
-    """Lets later collections look at what the tests make, and not at torch and at all tests."""
+    """Keeps the garbage collector from looking at torch and at the list of tests each time."""
     gc.collect()
     gc.freeze()

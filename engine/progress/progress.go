@@ -82,7 +82,6 @@ type Driver struct {
 	dozing   atomic.Bool // the background goroutine naps for long, while a caller sleeps
 	stopped  atomic.Bool
 	sleeps   atomic.Uint64
-	turns    atomic.Uint64 // that callers have given up
 
 	mu     sync.Mutex
 	parked []*parking

@@ -21,8 +21,8 @@ const (
 	// then wakes every 20 µs for a while: 3,400 times a second, 9 % of the core if the
 	// callers have but one. So no nap is that long, and before each the turn is ended.
 	busyTick = 8 * time.Millisecond
-	// turn is how long a caller keeps its turn, in one call or in many behind each other, for the
-	// same reason: until it finds nothing. Several that poll share the clock.
+	// turn is how long callers that poll keep their turn, for the same reason. It goes on over calls
+	// that follow each other. Callers that poll at the same time share one clock.
 	turn = 5 * time.Millisecond
 	// LongSleep is how long a sleeper sleeps at most, and a nap while a caller sleeps; see nudge.
 	LongSleep = time.Second
@@ -83,8 +83,8 @@ func (d *Driver) Await(met func() bool, limit time.Duration, spin bool) bool {
 	}
 }
 
-// endTurn lets other goroutines run, and says that it has, if the turn of the callers is over: not if it has
-// only begun, with a call after a pause, or after a sleep.
+// endTurn lets other goroutines run if the callers' turn is over, and says whether it has. A turn begins
+// with a call after a pause, and after a sleep.
 func (d *Driver) endTurn(now, began int64) bool {
 	if now-d.turned.Load() <= int64(turn) {
 		return false
@@ -93,7 +93,6 @@ func (d *Driver) endTurn(now, began int64) bool {
 	if now-began <= int64(turn) && began-d.driven.Load() > int64(turn) {
 		return false
 	}
-	d.turns.Add(1)
 	runtime.Gosched()
 	return true
 }

@@ -26,13 +26,16 @@ func TestAwait(t *testing.T) {
 	require.Zero(t, d.callers.Load())
 }
 
-// TestTurn: callers that come one behind the other give their turn up now and then, and one that polls for long.
-// A call after a pause does not, and it does not after a sleep.
+// TestTurn: calls that follow each other end their turn now and then, and so does a long one. A call after a pause
+// does not.
 func TestTurn(t *testing.T) {
 	d, _ := newFake(t, Settings{Spin: time.Hour})
-	require.Eventually(t, func() bool { return !d.Await(never, turn/5, true) && d.turns.Load() > 1 }, time.Minute, 1)
-	given := d.turns.Load()
-	require.True(t, d.Await(func() bool { return d.turns.Load() > given }, time.Minute, true))
+	require.False(t, d.Await(never, turn/5, true))
+	given := d.turned.Load()
+	next := func() bool { return d.turned.Load() > given }
+	require.Eventually(t, func() bool { return !d.Await(never, turn/5, true) && next() }, time.Minute, 1)
+	given = d.turned.Load()
+	require.True(t, d.Await(next, time.Minute, true))
 
 	last := int64(turn)
 	d.driven.Store(last)
