@@ -21,7 +21,10 @@
 static const char usage[] =
     "usage: mesh exchange|kill|disturb [OPTION...]\n"
     "\n"
-    "exchange  each worker makes --count push_pulls\n"
+    "exchange  each worker makes --count push_pulls; with --command, as many "
+    "as "
+    "it takes to\n"
+    "          run that --times times\n"
     "kill      kill -9 of --times workers and servers, one at a time, each of "
     "which is\n"
     "          started again: half of them with FSERVER_ON_PEER_LOST=raise, "
@@ -209,9 +212,9 @@ static struct options parse_options(int argc, char **argv) {
     if (o.sizes[i] < sizeof(struct head))
       refuse("sizes", size, "48 or more, except in mode exchange");
   }
-  if ((o.mode == DISTURB) != (o.command != NULL))
+  if (o.mode == DISTURB ? !o.command : o.command && o.mode != EXCHANGE)
     refuse("command", o.command ? o.command : "is not given",
-           "a command in mode disturb alone");
+           "a command in mode disturb, none in modes kill and carry");
   if (!o.link && strcmp(o.transport, "auto") != 0)
     o.link = o.transport;
   return o;
@@ -337,11 +340,25 @@ static bool through_or_on(struct cluster *c) {
 
 bool exchange(struct cluster *c) {
   bool good = start_all(c);
+  if (c->o->mode == EXCHANGE && c->o->command) {
+    good = good && run_commands(c);
+    c->board->disturbed = 1;
+  }
   while (good && !c->board->quit)
     good = wait_until(c, through_or_on, -1, "no exchange has been made");
   good = good && wait_left(c);
   end_all(c, c->hangs != 0);
   return good;
+}
+
+/* After exchange: nobody was lost, and each server has answered what the workers asked. */
+static bool all_exchanged(const struct cluster *c) {
+  int64_t asked = 0;
+  for (int i = 0; i < MEMBERS && i < c->rows; i++)
+    if (role_of(i) == FS_ROLE_WORKER)
+      asked += c->board->rows[i].exchanges;
+  return (c->o->command || asked == WORKERS * c->o->count) &&
+         TOTAL(c, exchanges) == (1 + SERVERS) * asked && !TOTAL(c, losses);
 }
 
 /* The last line. */
@@ -365,9 +382,9 @@ static bool report(const struct cluster *c, double seconds) {
     printf("mesh: the first of %lld losses: %s\n", (long long)TOTAL(c, losses),
            why);
   printf("mesh: %s, seed %lld: ", o->transport, (long long)o->seed);
-  if (o->mode != EXCHANGE)
+  if (o->mode != EXCHANGE || o->command)
     printf("%lld %s, ", (long long)c->kills,
-           o->mode == DISTURB ? "disturbances" : "kills");
+           o->command ? "disturbances" : "kills");
   printf("%lld exchanges, %lld tensors of %llu to %llu bytes and %lld bytes "
          "compared, at most %lld open, %lld hangs, %lld wrong bytes, %lld "
          "other ends, %.1f s\n",
@@ -375,11 +392,9 @@ static bool report(const struct cluster *c, double seconds) {
          (unsigned long long)least, (unsigned long long)most,
          (long long)TOTAL(c, bytes), (long long)open, (long long)c->hangs,
          (long long)TOTAL(c, wrong), (long long)c->ends, seconds);
-  const bool enough =
-      o->mode == EXCHANGE
-          ? TOTAL(c, exchanges) == (1 + SERVERS) * WORKERS * o->count
-      : o->mode == CARRY ? TOTAL(c, exchanges) >= carried(o)
-                         : true;
+  const bool enough = o->mode == EXCHANGE ? all_exchanged(c)
+                      : o->mode == CARRY  ? TOTAL(c, exchanges) >= carried(o)
+                                          : true;
   return enough && !c->hangs && !c->ends && !TOTAL(c, wrong);
 }
 

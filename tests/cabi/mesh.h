@@ -82,8 +82,11 @@ struct board {
   _Atomic int32_t
       wait; /* FSERVER_ON_PEER_LOST=wait, else raise; with CARRY, messages go on until
                            somebody is lost */
-  _Atomic int32_t done; /* workers that have made all their exchanges */
-  _Atomic int32_t quit; /* everybody leaves */
+  _Atomic int32_t done;      /* workers that have made all their exchanges */
+  _Atomic int32_t quit;      /* everybody leaves */
+  _Atomic int32_t disturbed; /* EXCHANGE: the command has run --times times */
+  _Atomic int64_t
+      last; /* then: the push_pulls of each worker; 0: none knows it yet */
   struct row rows[];
 };
 
@@ -149,6 +152,8 @@ void end_all(struct cluster *c, bool wrong);
 
 /* mesh_kill.c */
 void disturb_all(struct cluster *c);
+/* Runs the command --times times, with rests between. False: it has failed. */
+bool run_commands(struct cluster *c);
 
 /* mesh_carry.c */
 void carry_all(struct cluster *c);

@@ -90,6 +90,16 @@ static bool run_command(struct cluster *c) {
   return true;
 }
 
+bool run_commands(struct cluster *c) {
+  state = (uint64_t)c->o->seed;
+  for (int64_t i = 0; i < c->o->times; i++) {
+    nap(draw(600) * MS);
+    if (!run_command(c))
+      return false;
+  }
+  return true;
+}
+
 /* With --verbose, how long something has taken. */
 static void say(const struct cluster *c, const char *what, int64_t since) {
   if (c->o->verbose)

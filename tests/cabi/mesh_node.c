@@ -265,12 +265,25 @@ static void hear(uint64_t seq) {
   compare_answers(seq, pull, n);
 }
 
+/* How many push_pulls each worker makes, as one sees it that has begun next. A server takes
+ * requests of all workers at once, so that none is more than --open ahead of another. */
+static uint64_t wanted(uint64_t next) {
+  const struct options *o = self.o;
+  int64_t none = 0;
+  if (o->mode == EXCHANGE && !o->command)
+    return (uint64_t)o->count;
+  if (o->mode != EXCHANGE || !self.board->disturbed)
+    return UINT64_MAX;
+  atomic_compare_exchange_strong(&self.board->last, &none,
+                                 (int64_t)next + o->open);
+  return (uint64_t)self.board->last;
+}
+
 static void work_as_worker(void) {
   const struct options *o = self.o;
   uint64_t first = 0, next = 0; /* under way */
   for (;;) {
-    const bool more =
-        !quits() && (o->mode != EXCHANGE || next < (uint64_t)o->count);
+    const bool more = !quits() && next < wanted(next);
     const int64_t open = (int64_t)(next - first);
     if (more && open < o->open) {
       ask(next++);

@@ -57,6 +57,7 @@ def test_mesh(mesh: Path, transport: str) -> None:
     for work in (
         ("exchange", "--sizes", sizes, "--count", "7"),
         ("exchange", "--sizes", "1,64,1000", "--count", "2500", "--open", "4096", "--keys", "64"),
+        ("exchange", "--command", "sleep 0.1", "--times", "3"),
         ("kill", "--times", "4"),
         ("carry", "--count", "200", "--times", "2"),
     ):
@@ -89,6 +90,7 @@ def test_mesh_finds(mesh: Path, options: tuple[str, ...], part: str) -> None:
         (("exchange", "--sizes", "1,x"), "--sizes x: want a whole number"),
         (("kill", "--sizes", "8"), "--sizes 8: want 48 or more"),
         (("disturb",), "--command is not given: want"),
+        (("kill", "--command", "true"), "--command true: want"),
         (("meet",), "usage: mesh"),
     ],
 )
