@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -72,8 +73,8 @@ def overlap(
     **which: str,
 ) -> dict[str, Any]:
     """Runs a loop of GEMMs that never pauses, as a GPU that does changes its clock, and traffic
-    beside every second part of it. Each part is so many blocks, and lasts ms or, where that is
-    longer, as long as three replays of the traffic. `limits`: size, rounds, ms and seconds."""
+    beside some parts of it. Each part is so many blocks, and lasts ms or, where that is longer, as
+    long as three replays of the traffic. `limits`: size, rounds, ms and seconds."""
     size, rounds, ms, seconds = limits
     if which.get("mode") == "none":
         t: Traffic = Pauses(side, [], layers * len(sizes))
@@ -87,18 +88,7 @@ def overlap(
         ms = 3 * slowest
         gemms = _Gemms(side, size, ms)
     replays = 1 + max(2, math.floor(ms / slowest))
-    with torch.cuda.stream(gemms.stream):
-        marks = [side.mark()]
-    traffic = []
-    for number in range(2 * min(rounds, max(2, int(1e3 * seconds / (2 * ms)))) + 1):
-        if number >= AHEAD:
-            marks[(number - AHEAD + 1) * BLOCKS].synchronize()
-        side.barrier()
-        gemms.part(marks)
-        if number % 2:  # this takes long, while the loop goes on with what is ahead of it
-            if not side.dry:
-                t.main.wait_event(marks[number * BLOCKS])
-            traffic.append(t.run(replays))
+    marks, traffic = _rounds(side, t, gemms, replays, rounds, seconds)
     t.meet()
     with torch.cuda.stream(t.main):
         wrong = t.wrong()
@@ -108,6 +98,32 @@ def overlap(
     t.close()
     found = {"gemms": gemms.count, "replays": replays, "quiet_ms": quiet, "part_ms": ms}
     return {**found, "rounds": compared(at, times, side.dry), "wrong": wrong}
+
+
+def _rounds(
+    side: GraphSide, t: Traffic, gemms: _Gemms, replays: int, rounds: int, seconds: float
+) -> tuple[list[Any], list[Any]]:
+    """Enqueues parts, and traffic beside one of them once a whole part was free of it on all sides.
+    Returns the moments of the blocks, and of the replays of each round."""
+    with torch.cuda.stream(gemms.stream):
+        marks = [side.mark()]
+    traffic: list[Any] = []
+    free = over = False
+    end = time.monotonic() + seconds
+    while not free or not (over or len(traffic) == rounds):
+        if len(marks) > AHEAD * BLOCKS:
+            marks[-1 - (AHEAD - 1) * BLOCKS].synchronize()
+        mine = not traffic or traffic[-1][-1][1].query(), time.monotonic() > end
+        ended, late = zip(*side.exchange(mine), strict=True)
+        over = any(late) and len(traffic) > 1
+        gemms.part(marks)
+        begins = free and all(ended) and len(traffic) < rounds
+        free = all(ended) and not begins
+        if begins:  # this takes long, while the loop goes on with what is ahead of it
+            if not side.dry:
+                t.main.wait_event(marks[-1 - BLOCKS])
+            traffic.append(t.run(replays))
+    return marks, traffic
 
 
 def _beside(side: GraphSide, t: Traffic, gemms: _Gemms) -> float:
@@ -125,30 +141,26 @@ def _beside(side: GraphSide, t: Traffic, gemms: _Gemms) -> float:
 
 def compared(at: list[float], traffic: list[list[Any]], dry: bool) -> list[dict[str, Any]]:
     """By how much GEMMs were slowed in each round: blocks that traffic surely was beside, compared
-    with those before and after it that none was beside. Dry, nothing runs beside anything.
+    with as many as a part has before and after it that none was beside. Dry, nothing runs beside
+    anything.
 
-    `at` is when the loop began and when each of its blocks ended; BLOCKS of them are a part, and
-    round r has the parts 2 r to 2 r + 2. `traffic` is, of each round, when each replay began and
-    ended; in the first the sides meet."""
-    spans = [(one[0][0], one[1][0], one[-1][1]) for one in traffic]  # the sides have met in between
+    `at` is when the loop began and when each of its blocks ended, `traffic` is, of each round, when
+    each replay began and ended; in the first the sides meet."""
+    spans = [(one[0][0], one[1][0], one[-1][1]) for one in traffic]
+    nexts = [first for first, _, _ in spans[1:]] + [math.inf]
+    rows, ended = [], 0.0
 
-    def blocks(part: int, beside: bool) -> list[float]:
-        found = []
-        for begin, end in pairwise(at[part * BLOCKS : (part + 1) * BLOCKS + 1]):
-            within = any(met <= begin and end <= last for _, met, last in spans)
-            apart = all(end <= first or last <= begin for first, _, last in spans)
-            if dry or (within if beside else apart):
-                found.append(end - begin)
-        return found
+    def took(least: float, most: float) -> list[float]:
+        return [e - b for b, e in pairwise(at) if dry or least <= b and e <= most]
 
-    rows = []
-    for r, one in enumerate(traffic):
-        parts = blocks(2 * r, False), blocks(2 * r + 1, True), blocks(2 * r + 2, False)
+    for (first, met, last), begins, one in zip(spans, nexts, traffic, strict=True):
+        parts = took(ended, first)[-BLOCKS:], took(met, last), took(last, begins)[:BLOCKS]
+        ended = last
         if all(parts):
             before, inside, after = map(median, parts)
             row = {"slowed": inside / ((before + after) / 2) - 1, "noise": after / before - 1}
-            took = median(end - begin for begin, end in one[1:])
-            rows.append({**row, "blocks": [len(part) for part in parts], "traffic_ms": took})
+            replay = median(end - begin for begin, end in one[1:])
+            rows.append({**row, "blocks": [len(part) for part in parts], "traffic_ms": replay})
     return rows
 
 
@@ -173,7 +185,8 @@ def summary(results: Sequence[Any], args: argparse.Namespace) -> list[dict[str, 
             "no round has GEMMs beside traffic, and others apart from it that are within "
             f"{STEADY:.1%} of each other: there are {[len(r['rounds']) for r in results]} rounds, "
             f"a part takes {results[0]['part_ms']:.0f} ms and a replay {results[0]['quiet_ms']:.1f}"
-            " ms (without rounds use longer parts, --ms; else more --rounds, as the clock changes)"
+            " ms (without rounds, GEMMs stand still beside the traffic, or use longer parts, --ms;"
+            " else more --seconds, as the clock changes)"
         )
     worst, slowed = max(steady, key=median), [round(100 * median(x), 2) for x in steady]
     every = [(x, r["quiet_ms"]) for r in results for x in r["rounds"]]
