@@ -342,12 +342,12 @@ bool exchange(struct cluster *c) {
   bool good = start_all(c);
   if (c->o->mode == EXCHANGE && c->o->command) {
     good = good && run_commands(c);
-    c->board->disturbed = 1;
+    c->board->disturbed = good;
   }
   while (good && !c->board->quit)
     good = wait_until(c, through_or_on, -1, "no exchange has been made");
   good = good && wait_left(c);
-  end_all(c, c->hangs != 0);
+  end_all(c, c->hangs || c->ends);
   return good;
 }
 
@@ -357,7 +357,7 @@ static bool all_exchanged(const struct cluster *c) {
   for (int i = 0; i < MEMBERS && i < c->rows; i++)
     if (role_of(i) == FS_ROLE_WORKER)
       asked += c->board->rows[i].exchanges;
-  return (c->o->command || asked == WORKERS * c->o->count) &&
+  return asked == WORKERS * (c->o->command ? c->board->last : c->o->count) &&
          TOTAL(c, exchanges) == (1 + SERVERS) * asked && !TOTAL(c, losses);
 }
 

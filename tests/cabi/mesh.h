@@ -50,7 +50,8 @@ struct options {
   int nsettings;
   uint64_t sizes[MAX_SIZES];
   int nsizes;
-  int64_t count; /* push_pulls of each worker (EXCHANGE), or messages (CARRY) */
+  int64_t
+      count; /* push_pulls of each worker (EXCHANGE without a command), or messages (CARRY) */
   int64_t keys;
   int64_t open;  /* push_pulls that a worker has under way */
   int64_t pause; /* ns; after a push_pull or a loss, unless EXCHANGE */

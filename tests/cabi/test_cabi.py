@@ -73,6 +73,7 @@ def test_mesh(mesh: Path, transport: str) -> None:
         (("disturb", "--command", "set -- $PIDS; kill -9 $2"), "0 hangs, 0 wrong bytes, 1 other"),
         (("disturb", "--command", "set -- $PIDS; kill -STOP $4", "--limit", "1"), "1 hangs"),
         (("disturb", "--command", "exit 7"), "1 other ends"),
+        (("exchange", "--command", "exit 7"), "1 other ends"),
     ],
 )
 def test_mesh_finds(mesh: Path, options: tuple[str, ...], part: str) -> None:

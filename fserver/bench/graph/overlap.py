@@ -103,8 +103,8 @@ def overlap(
 def _rounds(
     side: GraphSide, t: Traffic, gemms: _Gemms, replays: int, rounds: int, seconds: float
 ) -> tuple[list[Any], list[Any]]:
-    """Enqueues parts, and traffic beside one of them once a whole part was free of it on all sides.
-    Returns the moments of the blocks, and of the replays of each round."""
+    """Enqueues parts, and traffic from the start of one once a whole part was free of it on all
+    sides. Returns the moments of the blocks, and of the replays of each round."""
     with torch.cuda.stream(gemms.stream):
         marks = [side.mark()]
     traffic: list[Any] = []
@@ -117,7 +117,7 @@ def _rounds(
         ended, late = zip(*side.exchange(mine), strict=True)
         over = any(late) and len(traffic) > 1
         gemms.part(marks)
-        begins = free and all(ended) and len(traffic) < rounds
+        begins = free and not over and len(traffic) < rounds
         free = all(ended) and not begins
         if begins:  # this takes long, while the loop goes on with what is ahead of it
             if not side.dry:
@@ -141,8 +141,8 @@ def _beside(side: GraphSide, t: Traffic, gemms: _Gemms) -> float:
 
 def compared(at: list[float], traffic: list[list[Any]], dry: bool) -> list[dict[str, Any]]:
     """By how much GEMMs were slowed in each round: blocks that traffic surely was beside, compared
-    with as many as a part has before and after it that none was beside. Dry, nothing runs beside
-    anything.
+    with at most as many as a part has before and after it that none was beside. Dry, nothing runs
+    beside anything.
 
     `at` is when the loop began and when each of its blocks ended, `traffic` is, of each round, when
     each replay began and ended; in the first the sides meet."""
@@ -185,8 +185,8 @@ def summary(results: Sequence[Any], args: argparse.Namespace) -> list[dict[str, 
             "no round has GEMMs beside traffic, and others apart from it that are within "
             f"{STEADY:.1%} of each other: there are {[len(r['rounds']) for r in results]} rounds, "
             f"a part takes {results[0]['part_ms']:.0f} ms and a replay {results[0]['quiet_ms']:.1f}"
-            " ms (without rounds, GEMMs stand still beside the traffic, or use longer parts, --ms;"
-            " else more --seconds, as the clock changes)"
+            " ms (without rounds: longer parts, --ms, unless GEMMs stand still beside the traffic;"
+            " else more --rounds and --seconds, as the clock changes)"
         )
     worst, slowed = max(steady, key=median), [round(100 * median(x), 2) for x in steady]
     every = [(x, r["quiet_ms"]) for r in results for x in r["rounds"]]
