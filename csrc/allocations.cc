@@ -11,7 +11,7 @@ constexpr uint32_t kCallsPerSweep = 1024;
 
 } // namespace
 
-void Allocations::number(fs_node node, const Memory &m, fs_tensor &t) {
+bool Allocations::number(fs_node node, const Memory &m, fs_tensor &t) {
   if (++calls_ >= kCallsPerSweep)
     sweep(node);
   auto it = known_.find(m.get());
@@ -21,7 +21,8 @@ void Allocations::number(fs_node node, const Memory &m, fs_tensor &t) {
     it = known_.emplace(m.get(), Known{WeakMemory(m), nullptr, 0, 0}).first;
   }
   Known &k = it->second;
-  if (k.base != t.base || k.bytes != t.base_bytes) {
+  const bool fresh = k.base != t.base || k.bytes != t.base_bytes;
+  if (fresh) {
     if (k.number)
       fs_forget(node, k.number);
     k.base = t.base;
@@ -29,6 +30,7 @@ void Allocations::number(fs_node node, const Memory &m, fs_tensor &t) {
     k.number = ++last_;
   }
   t.alloc = k.number;
+  return fresh;
 }
 
 void Allocations::sweep(fs_node node) {

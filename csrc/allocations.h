@@ -14,8 +14,9 @@ namespace fserver {
 // when the allocation is gone. Guarded by the GIL.
 class Allocations {
 public:
-  // Sets t.alloc to the number of the allocation m that t lies in.
-  void number(fs_node node, const Memory &m, fs_tensor &t);
+  // Sets t.alloc to the number of the allocation m that t lies in. True: it is new, and the engine
+  // will register it, which may take long.
+  bool number(fs_node node, const Memory &m, fs_tensor &t);
 
   void clear() { known_.clear(); }
 

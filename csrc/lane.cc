@@ -6,6 +6,7 @@
 
 #include "error.h"
 #include "lane_inside.h"
+#include "mark.h"
 
 namespace fserver {
 namespace {
@@ -266,8 +267,7 @@ void Lane::used(cs_stream s, bool captured) {
 void Lane::settle() {
   if (used_)
     unlocked([&] {
-      return captured_ ? cs_cu.CtxSynchronize()
-                       : cs_cu.StreamSynchronize(last_);
+      return captured_ ? synchronize_context() : cs_cu.StreamSynchronize(last_);
     });
 }
 

@@ -7,6 +7,7 @@
 #include "args.h"
 #include "error.h"
 #include "lane_inside.h"
+#include "mark.h"
 
 namespace fserver {
 namespace {
@@ -172,10 +173,7 @@ void Lane::stand(const char *call, bool sends) const {
 cs_stream Lane::stream(const char *call, bool sends) {
   need(call);
   if (busy_)
-    raise(Kind::kConfig,
-          "%s: another thread is in a call of this channel (open a channel for "
-          "each thread, or make one call at a time)",
-          call);
+    raise(Kind::kConfig, kOneThread, call);
   stand(call, sends);
   auto s = reinterpret_cast<cs_stream>(native_stream(device_));
   if (used_ && s != last_) {

@@ -7,6 +7,11 @@
 
 namespace fserver {
 
+// For a second thread, with the name of its call.
+constexpr char kOneThread[] = "%s: another thread is in a call of this channel "
+                              "(open a channel for each thread, or make one "
+                              "call at a time)";
+
 // What is enqueued on a stream.
 class Mark {
 public:
@@ -15,9 +20,22 @@ public:
   Mark(const Mark &) = delete;
   Mark &operator=(const Mark &) = delete;
 
-  // Whether the stream has passed the mark; true if there has been none. It is called with the
-  // GIL, and calls the driver without: torch's own events keep all other threads from running
-  // where the driver waits for the GPU.
+  // A thread enqueues what the mark will be behind, as long as this lives. With the GIL.
+  // Refuses a second thread: call names what it calls.
+  class Use {
+  public:
+    Use(Mark &mark, const char *call);
+    ~Use() { mark_.busy_ = false; }
+    Use(const Use &) = delete;
+    Use &operator=(const Use &) = delete;
+
+  private:
+    Mark &mark_;
+  };
+
+  // Whether the stream has passed the mark, and no thread uses it; true if there has been none.
+  // It is called with the GIL, and calls the driver without: torch's own events keep all other
+  // threads from running where the driver waits for the GPU.
   bool passed();
 
   // Without the GIL, on its GPU:
@@ -27,17 +45,19 @@ public:
   cs_result record(cs_stream s);
 
 private:
-  cs_result query() const; // without the GIL
-
   const int device_;
   cs_event event_ = nullptr;
   cs_stream stream_ = nullptr;
   bool used_ = false;
+  bool busy_ = false; // guarded by the GIL
 };
 
 // Waits for all that a GPU has to do. A capture in another thread becomes invalid: the
 // driver allows that in no mode.
 void synchronize(int device);
+
+// The same in the current context, without the GIL.
+cs_result synchronize_context();
 
 // Waits for what is on the current and on the default stream of a GPU, of which the
 // current one is not captured. A capture in another thread stays valid.

@@ -70,9 +70,10 @@ protected:
   void enter_connected(const char *call) const;
 
   // Whether to send so many bytes of the CPU, beside what is on a GPU, without the GIL: it
-  // takes long, or the engine may call the driver meanwhile, for this message or another.
-  bool may_block(uint64_t bytes) const {
-    return info_.device >= 0 || bytes >= kLarge;
+  // takes long, as registering memory does (fresh), or the engine may call the driver meanwhile,
+  // for this message or another.
+  bool may_block(uint64_t bytes, bool fresh) const {
+    return info_.device >= 0 || bytes >= kLarge || fresh;
   }
 
   // Closes the node and lets go of all memory. Every class that adds memory
@@ -81,9 +82,9 @@ protected:
   virtual void forget() { allocations_.clear(); }
 
   // Numbers the memory m of a tensor that is sent, where the engine registers that.
-  void number_source(const Memory &m, fs_tensor &t) {
-    if (info_.registers && t.bytes)
-      allocations_.number(id_, m, t);
+  // Returns whether it is to be registered first.
+  bool number_source(const Memory &m, fs_tensor &t) {
+    return info_.registers && t.bytes && allocations_.number(id_, m, t);
   }
 
   fs_node id_ = 0;

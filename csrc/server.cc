@@ -217,12 +217,12 @@ void Server::respond(PyObject *tensors, PyObject *handler, bool need_event) {
   Lease lease(holder_);
   const int device = info().device;
   uint64_t bytes = 0; // that this thread may have to move
-  bool on_gpu = false;
+  bool on_gpu = false, fresh = false;
   for (size_t i = 0; i < n; i++) {
     Memory m =
         read_tensor(pins.add(items.at(i)), kTensors, static_cast<Py_ssize_t>(i),
                     Access::kRead, device, &t[i]);
-    number_source(m, t[i]);
+    fresh |= number_source(m, t[i]);
     lease.add(std::move(m));
     if (stepmesh_)
       t[i].dtype = FS_ANY;
@@ -242,7 +242,7 @@ void Server::respond(PyObject *tensors, PyObject *handler, bool need_event) {
     return fs_respond(id_, behind ? &stream : nullptr, &h, &n, 1, t.data(),
                       &ticket, &answered);
   };
-  check("respond", may_block(bytes) ? unlocked(send) : send());
+  check("respond", may_block(bytes, fresh) ? unlocked(send) : send());
   if (captured)
     refuse_captured("respond", device);
   lease.keep(ticket);
@@ -256,7 +256,7 @@ void Server::respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
   Pins pins(1);
   Memory memory = read_tensor(pins.add(ret_buffer), kBuffer, -1, Access::kRead,
                               info().device, &whole);
-  number_source(memory, whole);
+  const bool fresh = number_source(memory, whole);
   if (stepmesh_)
     whole.dtype = FS_ANY;
   if (whole.ndim == 0)
@@ -327,12 +327,12 @@ void Server::respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
     return fs_respond(id_, on_gpu ? &stream : nullptr, h.data(), counts.data(),
                       n, t.data(), tickets.data(), &answered);
   };
-  int rc = may_block(whole.bytes) ? unlocked(send) : send();
+  int rc = may_block(whole.bytes, fresh) ? unlocked(send) : send();
   if (captured)
     refuse_captured("respond_vec", whole.device);
   for (size_t k = 0; k < (rc < 0 ? answered : n); k++) {
     Lease lease(holder_);
-    lease.add(memory.share());
+    lease.add(memory.again());
     lease.keep(tickets[k]);
   }
   check("respond_vec", rc);

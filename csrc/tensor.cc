@@ -105,6 +105,12 @@ Memory Memory::share() const {
   return Memory(storage_);
 }
 
+Memory Memory::again() const {
+  Memory m = share();
+  m.fixed_ = fixed_ && fixed.more(storage_);
+  return m;
+}
+
 WeakMemory::WeakMemory(const Memory &m) : storage_(m.get()) {
   torch.weak(storage_);
 }

@@ -47,7 +47,9 @@ public:
       drop();
   }
 
-  Memory share() const; // another reference
+  Memory
+  share() const; // another reference, with which torch may resize the storage
+  Memory again() const; // the same once more
   void *get() const { return storage_; }
   void *release() { // the reference is the caller's now
     void *s = storage_;

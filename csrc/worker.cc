@@ -124,11 +124,11 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
   Lease lease(holder_);
   const int device = info().device;
   uint64_t bytes = 0; // that this thread may have to move
-  bool on_gpu = false;
+  bool on_gpu = false, fresh = false;
   for (size_t i = 0; i < np; i++) {
     Memory m = read_tensor(pins.add(push.at(i)), kPush, i, Access::kRead,
                            device, &t[i]);
-    number_source(m, t[i]);
+    fresh |= number_source(m, t[i]);
     lease.add(std::move(m));
     t[i].key = read_u64(pkeys.at(i), kPushKeys, i);
     bytes += t[i].device < 0 ? t[i].bytes : 0;
@@ -143,8 +143,7 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
     if (stepmesh_)
       q.dtype = FS_ANY;
     on_gpu |= q.device >= 0;
-    if (q.bytes)
-      allocations_.number(id_, m, q);
+    fresh |= q.bytes && allocations_.number(id_, m, q);
     lease.add(std::move(m));
   }
   if (np > 1)
@@ -167,7 +166,7 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
     return fs_push_pull(id_, channel, behind && !channel ? &stream : nullptr,
                         t.data(), np, t.data() + np, nq, &ticket);
   };
-  check("push_pull", may_block(bytes) ? unlocked(send) : send());
+  check("push_pull", may_block(bytes, fresh) ? unlocked(send) : send());
   if (captured)
     refuse_captured("push_pull", device);
   lease.keep(ticket);
@@ -242,7 +241,7 @@ bool Worker::done(PyObject *handler) {
   const fs_ticket t = ticket(handler);
   if (t && !forked.load() && !exiting.load()) // an error is for wait
     unlocked([&] { return fs_wait(id_, t, 0, FS_NOSPIN); });
-  return !t || !holder_.open(t);
+  return !t || forked.load() || !holder_.open(t);
 }
 
 std::string Worker::why_open(fs_ticket ticket) const {

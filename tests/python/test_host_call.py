@@ -4,6 +4,8 @@ GPU."""
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +95,30 @@ def bytes_of_copies() -> None:
     refuses(lambda: both.made.run([0, -1]), fserver.ConfigError, r"^send: bytes\[1\] is -1")
 
 
+def one_thread() -> None:
+    """While the driver waits for one thread, another is refused, and the mark is not passed."""
+    call, seen = Call().rings(), list[bool]()
+
+    def second() -> None:
+        while not DRIVER.waiting:
+            time.sleep(0.001)
+        try:
+            seen.append(call.mark.passed())
+            text = "^send: another thread is in a call of this channel .open a channel for each"
+            refuses(lambda: call.made.run(None), fserver.ConfigError, text)
+            seen.append(True)
+        finally:
+            DRIVER.waits = 0
+
+    thread = threading.Thread(target=second, daemon=True)
+    DRIVER.waits = 1
+    thread.start()
+    call.run()
+    thread.join()
+    assert seen == [False, True] and call.mark.passed() and DRIVER.waited_in_vain == 0
+    call.run()
+
+
 def waits() -> None:
     """Where it waits, and what ends that."""
     call = Call().waits(2)
@@ -158,7 +184,9 @@ def wrong() -> None:
 # The tests.
 
 
-@pytest.mark.parametrize("check", [small_copies, bytes_of_copies, waits, streams, wrong])
+@pytest.mark.parametrize(
+    "check", [small_copies, bytes_of_copies, one_thread, waits, streams, wrong]
+)
 def test_host_call(driver: Forks, check: Callable[[], None]) -> None:  # noqa: F811
     over(driver, check)
 

@@ -150,6 +150,19 @@ def test_memory_that_goes_within_a_call(pair: Cluster) -> None:
         eventually(lambda t=t: pair.server.get_batch(timeout_ms=0) == [] and resizable(t))
 
 
+def test_an_answer_of_several_cannot_be_resized(pair: Cluster) -> None:
+    """Until all of its requests have their part."""
+    y = torch.empty(1 << 22)
+    h = pair.worker.push_pull([torch.ones(8)], [0], [y], [0])
+    handler = pair.server.get_batch(LIMIT * 1e3)[0][0]
+    z = torch.ones(1 << 22)
+    pair.server.respond_vec(z, [z], [handler])
+    refuses_to_resize(z)  # what is over is let go by the next call
+    pair.worker.wait(h)
+    assert bool((y == 1).all())
+    eventually(lambda: pair.server.get_batch(timeout_ms=0) == [] and resizable(z))
+
+
 def resizable(t: torch.Tensor) -> bool:
     return t.untyped_storage().resizable()
 

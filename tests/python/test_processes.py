@@ -459,6 +459,8 @@ def forks(parent: Parent) -> None:
                 report.append("nothing was raised")
             except fserver.Error as error:
                 report.append(str(error))
+        if not h.done():
+            report.append("wait() would raise at once, and done() is False")
         worker.close()
         del worker, cluster, tensors, call
         gc.collect()  # nodes and receive buffers that the parent has
