@@ -26,14 +26,16 @@ func (b *bell) ring() {
 	}
 }
 
-// hush says whether the bell has been rung, and makes it silent.
+// hush says whether the bell has been rung, and makes it silent. If who rings it has not written fd yet, the next
+// hush does that: fd must not be left written with nobody to read it.
 func (b *bell) hush() bool {
 	if !b.rung.Load() {
 		return false
 	}
 	var buf [8]byte
-	_, _ = unix.Read(b.fd, buf[:])
-	b.rung.Store(false)
+	if n, _ := unix.Read(b.fd, buf[:]); n == len(buf) {
+		b.rung.Store(false)
+	}
 	return true
 }
 

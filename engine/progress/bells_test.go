@@ -73,3 +73,26 @@ func TestTimerOfHabit(t *testing.T) {
 	require.False(t, soon.runs.Load())
 	require.False(t, rings(soon.fd, 20*time.Millisecond))
 }
+
+// TestBellBeforeItIsWritten: what is written after a hush does not stay there.
+func TestBellBeforeItIsWritten(t *testing.T) {
+	var b bell
+	require.NoError(t, b.open())
+	defer unix.Close(b.fd)
+	b.rung.Store(true) // ring is about to write
+	require.True(t, b.hush())
+	b.rung.Store(false)
+	b.ring()
+	require.True(t, b.hush())
+	require.False(t, rings(b.fd, 0))
+
+	b.rung.Store(true)
+	require.True(t, b.hush())
+	b.ring() // another one, who leaves it to the first
+	one := [8]byte{1}
+	_, err := unix.Write(b.fd, one[:])
+	require.NoError(t, err)
+	require.True(t, b.hush())
+	require.False(t, rings(b.fd, 0), "somebody has read it")
+	require.False(t, b.hush())
+}

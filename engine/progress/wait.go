@@ -42,6 +42,9 @@ func (d *Driver) Await(met func() bool, limit time.Duration, spin bool) bool {
 		d.rearm()
 		if !d.settings.Thread && d.work.Held() {
 			d.soon.set(callerComes)
+			if d.sleeping.Load() { // who sleeps on the descriptors does not see it
+				d.kick.ring()
+			}
 		}
 		if d.callers.Add(-1) > 0 {
 			d.relay()

@@ -183,12 +183,12 @@ func TestRearm(t *testing.T) {
 
 // TestLeaving says whom a caller that leaves tells: the background goroutine, if it naps and has to drive.
 func TestLeaving(t *testing.T) {
-	type told struct{ nudge, soon bool }
+	type told struct{ nudge, soon, kick bool }
 	for _, c := range []struct {
-		name                           string
-		dozing, held, watched, resting bool
-		thread, others                 bool
-		want                           told
+		name                                     string
+		dozing, held, watched, resting, sleeping bool
+		thread, others                           bool
+		want                                     told
 	}{
 		{name: "nothing to do"},
 		{name: "it naps for long", dozing: true, want: told{nudge: true}},
@@ -197,12 +197,14 @@ func TestLeaving(t *testing.T) {
 		{name: "a watch is armed, and it sleeps", watched: true, resting: true},
 		{name: "a watch is armed, and the poller drives", watched: true, thread: true},
 		{name: "something waits for a stream", held: true, want: told{soon: true}},
+		{name: "something waits for a stream, and another sleeps", held: true, sleeping: true, want: told{soon: true, kick: true}},
 		{name: "something waits for a stream, and the poller drives", held: true, thread: true},
 	} {
 		d, f := newFake(t, Settings{Thread: c.thread})
 		d.dozing.Store(c.dozing)
 		f.held.Store(c.held)
 		d.resting.Store(c.resting)
+		d.sleeping.Store(c.sleeping)
 		if c.watched {
 			d.Streams(1)
 		}
@@ -210,8 +212,9 @@ func TestLeaving(t *testing.T) {
 			d.callers.Add(1)
 		}
 		require.False(t, d.Await(never, 0, true))
-		require.Equal(t, c.want, told{d.nudge.rung.Load(), d.soon.pending.Load()}, c.name)
+		require.Equal(t, c.want, told{d.nudge.rung.Load(), d.soon.pending.Load(), d.kick.rung.Load()}, c.name)
 		d.callers.Store(0)
+		d.sleeping.Store(false)
 	}
 }
 

@@ -38,6 +38,21 @@ func TestCloseWhileDialing(t *testing.T) {
 	d.until("its goroutines have ended", func() bool { return keepers() == 0 })
 }
 
+// TestSilentDialHidesNoEnd: a member that is dialed in vain does not keep a Conn that has no other for long.
+func TestSilentDialHidesNoEnd(t *testing.T) {
+	d := apart(t, 2, 1, false, rails.Options{Dial: 50 * time.Millisecond})
+	d.nets[1].Hold("a1", "b1")
+	d.connect(1)
+	d.until("member 1 is being dialed", func() bool { d.a.poll(); return rails.Dialing(d.a.c) == 1 })
+	d.cut(0)
+	d.until("the conn is down", func() bool { d.a.poll(); d.b.poll(); return d.a.down != nil && d.b.down != nil })
+	require.ErrorContains(t, d.a.down, "rails: no member is left: ")
+	d.a.c.Close()
+	d.b.c.Close()
+	d.until("the conn has ended", func() bool { d.a.poll(); d.b.poll(); return d.a.closed && d.b.closed })
+	d.until("its goroutines have ended", func() bool { return keepers() == 0 })
+}
+
 // TestConnectNamesEachFailure: the error says why each way has failed, also that the caller has given up.
 func TestConnectNamesEachFailure(t *testing.T) {
 	d := apart(t, 2, 1, false, rails.Options{})

@@ -219,7 +219,9 @@ func (k *keeper) dial() (lost <-chan struct{}) {
 	if !ok {
 		return lost
 	}
-	in, err := f.members[k.ours].Connect(c.ctx, k.to)
+	ctx, cancel := context.WithTimeout(c.ctx, f.o.Dial)
+	in, err := f.members[k.ours].Connect(ctx, k.to)
+	cancel()
 	f.locked(func() {
 		c.attempts--
 		defer c.after()

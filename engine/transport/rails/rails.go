@@ -49,6 +49,8 @@ type Options struct {
 	// Pause is how long a lost member is not dialed again. It doubles, up to MaxPause, if the next one does
 	// not last longer than that. 0 means 100 ms.
 	Pause time.Duration
+	// Dial is how long a lost member is dialed at most: as long as that, a Conn without any other goes on. 0 means 10 s.
+	Dial time.Duration
 	// Names are what Peer calls the members; nil: the names of the Fabrics.
 	Names []string
 	// Networks are those that the interface of each member is in; nil, or none for a member: not known. A member connects
@@ -113,6 +115,9 @@ func New(members []transport.Fabric, o Options) (transport.Fabric, error) {
 	}
 	if o.Pause <= 0 {
 		o.Pause = 100 * time.Millisecond
+	}
+	if o.Dial <= 0 {
+		o.Dial = 10 * time.Second
 	}
 	if o.Names == nil {
 		o.Names = names(members)

@@ -295,15 +295,19 @@ func TestReadbackFails(t *testing.T) {
 	other, far := w.two.pair()
 	fakeverbs.Status(fakeverbs.Read, 0, 11)
 	w.mustPost(from, key)
+	w.frame(w.a, []byte("behind what is dropped"))
 	w.until("the Conn goes down", func() bool { return w.down[1][w.b] != nil && w.down[0][w.a] != nil })
 	const words = "read back what was written to gpu 0 by GPUDirect: the peer could not complete the request (check the GPU with nvidia-smi; FSERVER_RDMA_GPUDIRECT=0 does without GPUDirect)"
 	require.ErrorContains(t, w.down[1][w.b], words)
 	require.Empty(t, w.frames[1])
 	w.echo(other)
 	w.a, w.b = other, far
+	frames := len(w.frames[1])
 	w.mustPost(from, key)
+	w.frame(w.a, []byte("behind what is dropped"))
 	w.until("the other Conn goes down", func() bool { return w.down[1][far] != nil && w.down[0][other] != nil })
 	require.ErrorContains(t, w.down[1][far], words)
+	require.Len(t, w.frames[1], frames)
 
 	pairs := fakeverbs.Count("pairs")
 	w.a, w.b = w.pair()

@@ -205,7 +205,7 @@ func (b *readback) fail(err error) {
 	}
 	b.broken = fmt.Errorf("read back what was written to %v by GPUDirect: %w (check the GPU with nvidia-smi; %s=0 does without GPUDirect)", mem.GPU(b.dev.Ordinal()), err, gpuDirect)
 	for _, w := range b.waits {
-		w.c.rx.n = 0
+		w.c.rx.n, w.c.rx.deaf = 0, true
 		w.c.end(b.broken)
 	}
 	b.waits = nil

@@ -20,6 +20,7 @@ type rx struct {
 	freed  int      // of them, those that a credit is due for
 	long   []byte   // the long frame that is coming
 	total  int
+	deaf   bool // a message was dropped, and with it all behind it
 }
 
 type arrival struct {
@@ -57,6 +58,9 @@ func (c *Conn) received(w *rdma.Completion) {
 		}
 		return
 	}
+	if r.deaf {
+		return
+	}
 	slot, n := uint32(w.ID), int(w.Len)
 	b := c.recv(slot).Bytes()
 	credits := int(c.peer.Slots) / 2
@@ -81,6 +85,7 @@ func (c *Conn) received(w *rdma.Completion) {
 		a := arrival{slot: slot, n: n}
 		if back := c.f.back; back != nil && b[3]&behindGPU != 0 {
 			if a.read = back.after(c); a.read == 0 {
+				r.deaf = true
 				return
 			}
 		}
