@@ -47,35 +47,34 @@ def serve(
     kept: list[Any] = []
     while True:
         try:
-            batch = server.get_batch()
+            for handler, tensors, keys in server.get_batch():
+                answers = []
+                for key, x in zip(keys, tensors, strict=True):
+                    seen["devices"].add(str(x.device))
+                    if fixed and key == 0:
+                        begin = own.data_ptr()
+                        seen["inside"] &= begin <= x.data_ptr() <= begin + fixed - x.numel()
+                    if sleep and x.is_cuda:
+                        torch.cuda._sleep(sleep)
+                    answer = torch.bitwise_not(x)
+                    if pinned:
+                        answer = answer.cpu().pin_memory()
+                        if seen["requests"] % 2:
+                            answer = fserver.map_pinned_tensor(answer, device)
+                    answers.append(answer)
+                if need_event:  # which is the default
+                    server.respond(answers, handler)
+                else:
+                    torch.cuda.synchronize(device)
+                    server.respond(answers, handler, need_event=False)
+                kept = answers
+                seen["requests"] += 1
         except fserver.ClosedError:
             break
-        except fserver.PeerLostError:
+        except fserver.PeerLostError:  # also of respond, if the worker has been killed since
             kept.clear()
             time.sleep(0.01)
             continue
-        for handler, tensors, keys in batch:
-            answers = []
-            for key, x in zip(keys, tensors, strict=True):
-                seen["devices"].add(str(x.device))
-                if fixed and key == 0:
-                    begin = own.data_ptr()
-                    seen["inside"] &= begin <= x.data_ptr() <= begin + fixed - x.numel()
-                if sleep and x.is_cuda:
-                    torch.cuda._sleep(sleep)
-                answer = torch.bitwise_not(x)
-                if pinned:
-                    answer = answer.cpu().pin_memory()
-                    if seen["requests"] % 2:
-                        answer = fserver.map_pinned_tensor(answer, device)
-                answers.append(answer)
-            if need_event:  # which is the default
-                server.respond(answers, handler)
-            else:
-                torch.cuda.synchronize(device)
-                server.respond(answers, handler, need_event=False)
-            kept = answers
-            seen["requests"] += 1
         for link in server.links() if seen["requests"] <= 8 else ():
             seen["transport"] = link.transport
     server.stop()
