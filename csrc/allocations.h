@@ -14,8 +14,7 @@ namespace fserver {
 // when the allocation is gone. Guarded by the GIL.
 class Allocations {
 public:
-  // Sets t.alloc to the number of the allocation m that t lies in. True: it is new, and the engine
-  // will register it, which may take long.
+  // Sets t.alloc to the number of the allocation m that t lies in. True: it is new.
   bool number(fs_node node, const Memory &m, fs_tensor &t);
 
   void clear() { known_.clear(); }

@@ -6,7 +6,6 @@
 
 #include "error.h"
 #include "lane_inside.h"
-#include "mark.h"
 
 namespace fserver {
 namespace {
@@ -267,7 +266,8 @@ void Lane::used(cs_stream s, bool captured) {
 void Lane::settle() {
   if (used_)
     unlocked([&] {
-      return captured_ ? synchronize_context() : cs_cu.StreamSynchronize(last_);
+      return captured_ ? cs_cu.CtxSynchronize()
+                       : cs_cu.StreamSynchronize(last_);
     });
 }
 

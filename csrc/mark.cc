@@ -49,35 +49,33 @@ Mark::Use::Use(Mark &mark, const char *call) : mark_(mark) {
   if (mark.busy_)
     raise(Kind::kConfig, kOneThread, call);
   mark.busy_ = true;
+  mark.uses_++;
 }
 
 bool Mark::passed() {
   if (busy_ || !used_)
     return !busy_;
+  const uint64_t uses = uses_;
   const cs_result rc = unlocked([&] {
     const OnDevice guard(device_);
     const Relaxed relaxed;
     return cs_cu.EventQuery(event_);
   });
-  return !busy_ && rc != CS_CU_NOT_READY;
-}
-
-cs_result synchronize_context() {
-  const int64_t end = now_ns() + kCapture;
-  for (;;) {
-    const cs_result done = cs_cu.CtxSynchronize();
-    if (done < CS_CU_STREAM_CAPTURE_UNSUPPORTED ||
-        done > CS_CU_STREAM_CAPTURE_WRONG_THREAD || now_ns() > end)
-      return done;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
+  return uses == uses_ && rc != CS_CU_NOT_READY;
 }
 
 void synchronize(int device) {
+  const int64_t end = now_ns() + kCapture;
   const cs_result rc = unlocked([&] {
     const OnDevice guard(device);
     const Relaxed relaxed;
-    return synchronize_context();
+    for (;;) {
+      const cs_result done = cs_cu.CtxSynchronize();
+      if (done < CS_CU_STREAM_CAPTURE_UNSUPPORTED ||
+          done > CS_CU_STREAM_CAPTURE_WRONG_THREAD || now_ns() > end)
+        return done;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
   });
   if (rc != CS_CU_SUCCESS)
     fail("wait for the GPU", rc);

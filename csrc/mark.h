@@ -49,15 +49,14 @@ private:
   cs_event event_ = nullptr;
   cs_stream stream_ = nullptr;
   bool used_ = false;
-  bool busy_ = false; // guarded by the GIL
+  // Guarded by the GIL:
+  bool busy_ = false;
+  uint64_t uses_ = 0;
 };
 
 // Waits for all that a GPU has to do. A capture in another thread becomes invalid: the
 // driver allows that in no mode.
 void synchronize(int device);
-
-// The same in the current context, without the GIL.
-cs_result synchronize_context();
 
 // Waits for what is on the current and on the default stream of a GPU, of which the
 // current one is not captured. A capture in another thread stays valid.

@@ -143,7 +143,8 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
     if (stepmesh_)
       q.dtype = FS_ANY;
     on_gpu |= q.device >= 0;
-    fresh |= q.bytes && allocations_.number(id_, m, q);
+    if (q.bytes)
+      fresh |= allocations_.number(id_, m, q) && info().registers;
     lease.add(std::move(m));
   }
   if (np > 1)

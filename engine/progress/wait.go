@@ -40,9 +40,11 @@ func (d *Driver) Await(met func() bool, limit time.Duration, spin bool) bool {
 	defer func() {
 		d.driven.Store(now)
 		d.rearm()
-		if !d.settings.Thread && d.work.Held() {
-			d.soon.set(callerComes)
-			if d.sleeping.Load() { // who sleeps on the descriptors does not see it
+		if d.work.Held() {
+			if !d.settings.Thread {
+				d.soon.set(callerComes)
+			}
+			if d.sleeping.Load() { // who sleeps on the descriptors does not know of it
 				d.kick.ring()
 			}
 		}

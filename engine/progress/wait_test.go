@@ -199,6 +199,7 @@ func TestLeaving(t *testing.T) {
 		{name: "something waits for a stream", held: true, want: told{soon: true}},
 		{name: "something waits for a stream, and another sleeps", held: true, sleeping: true, want: told{soon: true, kick: true}},
 		{name: "something waits for a stream, and the poller drives", held: true, thread: true},
+		{name: "something waits for a stream, and the poller sleeps", held: true, thread: true, sleeping: true, want: told{kick: true}},
 	} {
 		d, f := newFake(t, Settings{Thread: c.thread})
 		d.dozing.Store(c.dozing)

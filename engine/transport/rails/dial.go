@@ -219,7 +219,7 @@ func (k *keeper) dial() (lost <-chan struct{}) {
 	if !ok {
 		return lost
 	}
-	ctx, cancel := context.WithTimeout(c.ctx, f.o.Dial)
+	ctx, cancel := context.WithTimeoutCause(c.ctx, f.o.Dial, fmt.Errorf("rails: connect to %s: no answer within %v", k.to, f.o.Dial))
 	in, err := f.members[k.ours].Connect(ctx, k.to)
 	cancel()
 	f.locked(func() {
