@@ -47,9 +47,10 @@ public:
       drop();
   }
 
-  Memory
-  share() const; // another reference, with which torch may resize the storage
-  Memory again() const; // the same once more
+  // Another reference. It does not keep torch from resizing the storage.
+  Memory share() const;
+  // Another reference. It keeps torch from resizing the storage if this one does.
+  Memory again() const;
   void *get() const { return storage_; }
   void *release() { // the reference is the caller's now
     void *s = storage_;

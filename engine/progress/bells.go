@@ -26,8 +26,8 @@ func (b *bell) ring() {
 	}
 }
 
-// hush says whether the bell has been rung, and makes it silent. If who rings it has not written fd yet, the next
-// hush does that: fd must not be left written with nobody to read it.
+// hush says whether the bell has been rung, and makes it silent. A thread that rings may have set rung and not yet written
+// fd. Then rung stays set, so that the next hush reads fd.
 func (b *bell) hush() bool {
 	if !b.rung.Load() {
 		return false

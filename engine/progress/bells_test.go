@@ -74,7 +74,7 @@ func TestTimerOfHabit(t *testing.T) {
 	require.False(t, rings(soon.fd, 20*time.Millisecond))
 }
 
-// TestBellBeforeItIsWritten: what is written after a hush does not stay there.
+// TestBellBeforeItIsWritten: a hush comes between the two steps of a ring. The next hush reads what the ring has written.
 func TestBellBeforeItIsWritten(t *testing.T) {
 	var b bell
 	require.NoError(t, b.open())

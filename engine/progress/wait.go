@@ -44,7 +44,7 @@ func (d *Driver) Await(met func() bool, limit time.Duration, spin bool) bool {
 			if !d.settings.Thread {
 				d.soon.set(callerComes)
 			}
-			if d.sleeping.Load() { // who sleeps on the descriptors does not know of it
+			if d.sleeping.Load() { // the sleeper does not know of this work
 				d.kick.ring()
 			}
 		}

@@ -86,8 +86,7 @@ struct board {
   _Atomic int32_t done;      /* workers that have made all their exchanges */
   _Atomic int32_t quit;      /* everybody leaves */
   _Atomic int32_t disturbed; /* EXCHANGE: the command has run --times times */
-  _Atomic int64_t
-      last; /* then: the push_pulls of each worker; 0: none knows it yet */
+  _Atomic int64_t last;      /* push_pulls of each worker then; 0: not set */
   struct row rows[];
 };
 

@@ -265,8 +265,9 @@ static void hear(uint64_t seq) {
   compare_answers(seq, pull, n);
 }
 
-/* How many push_pulls each worker makes, as one sees it that has begun next. A server takes
- * requests of all workers at once, so that none is more than --open ahead of another. */
+/* How many push_pulls each worker makes. The caller has begun next of them. When the command has
+ * run, the first worker that asks sets the number for all. No other has begun more: a server takes
+ * requests of all workers at once, so no worker is more than --open ahead of another. */
 static uint64_t wanted(uint64_t next) {
   const struct options *o = self.o;
   int64_t none = 0;

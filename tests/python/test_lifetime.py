@@ -150,8 +150,8 @@ def test_memory_that_goes_within_a_call(pair: Cluster) -> None:
         eventually(lambda t=t: pair.server.get_batch(timeout_ms=0) == [] and resizable(t))
 
 
-def test_an_answer_of_several_cannot_be_resized(pair: Cluster) -> None:
-    """Until all of its requests have their part."""
+def test_the_buffer_of_respond_vec_cannot_be_resized(pair: Cluster) -> None:
+    """Until its answers have been sent."""
     y = torch.empty(1 << 22)
     h = pair.worker.push_pull([torch.ones(8)], [0], [y], [0])
     handler = pair.server.get_batch(LIMIT * 1e3)[0][0]

@@ -38,7 +38,8 @@ func TestCloseWhileDialing(t *testing.T) {
 	d.until("its goroutines have ended", func() bool { return keepers() == 0 })
 }
 
-// TestSilentDialHidesNoEnd: a member that is dialed in vain does not keep a Conn that has no other for long.
+// TestSilentDialHidesNoEnd: a Conn loses its only live member while another one is dialed and says nothing. The Conn ends
+// when that dial has timed out.
 func TestSilentDialHidesNoEnd(t *testing.T) {
 	d := apart(t, 2, 1, false, rails.Options{Dial: 50 * time.Millisecond})
 	d.nets[1].Hold("a1", "b1")

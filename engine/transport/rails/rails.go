@@ -49,7 +49,7 @@ type Options struct {
 	// Pause is how long a lost member is not dialed again. It doubles, up to MaxPause, if the next one does
 	// not last longer than that. 0 means 100 ms.
 	Pause time.Duration
-	// Dial is how long a lost member is dialed at most: as long as that, a Conn without any other goes on. 0 means 10 s.
+	// Dial bounds an attempt to dial a lost member. A Conn that has no other member ends when the attempt fails. 0 means 10 s.
 	Dial time.Duration
 	// Names are what Peer calls the members; nil: the names of the Fabrics.
 	Names []string
