@@ -112,11 +112,18 @@ func (d *Driver) stepAside() {
 	d.dozing.Store(false)
 }
 
-// idle sleeps on the descriptors, as the background goroutine or the poller.
+// idle sleeps on the descriptors, as the background goroutine or the poller. It returns if a caller sleeps on
+// them already: parked, it would not see the last caller leave.
 func (d *Driver) idle() {
-	d.resting.Store(true)
-	d.rest(never, d.longest)
-	d.resting.Store(false)
+	if d.busy() {
+		return
+	}
+	if d.sleeping.CompareAndSwap(false, true) {
+		d.resting.Store(true) // now that it is true
+		d.asleep(never, d.longest)
+	} else {
+		d.rearm() // our last pass may have taken what was to wake the caller
+	}
 }
 
 func never() bool { return false }

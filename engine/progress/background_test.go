@@ -100,6 +100,22 @@ func TestStepAside(t *testing.T) {
 	d.callers.Store(0)
 }
 
+// TestIdleBesideACaller: while a caller sleeps on the descriptors, the background goroutine does not say that it is
+// the one who does, as nobody would wake the caller then; and it does not park, where it would not see the caller leave.
+func TestIdleBesideACaller(t *testing.T) {
+	d, f := newFake(t, Settings{})
+	d.sleeping.Store(true)
+	f.stage = func(at string) {
+		if at == "Arm" {
+			require.True(t, d.others(), "it is woken when something has ended")
+		}
+	}
+	d.idle()
+	require.EqualValues(t, 1, f.arms.Load())
+	require.Equal(t, State{Sleeping: true}, d.State())
+	d.sleeping.Store(false)
+}
+
 // TestBackgroundNapsBesideAPost: while somebody has the token for long, as a thread that posts to a NIC that does its
 // work in the system call, the background goroutine leaves the core to others. It called sched_yield all that time.
 func TestBackgroundNapsBesideAPost(t *testing.T) {

@@ -108,21 +108,11 @@ func yield() { syscall.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0) }
 // rest sleeps until there may be something to do, at most for limit. True means
 // that a signal came.
 func (d *Driver) rest(met func() bool, limit time.Duration) (interrupted bool) {
-	if d.streams.lull(d.settings.Spin) == 0 {
-		if d.streams.idle() >= d.settings.Yield {
-			yield()
-		}
+	if d.busy() {
 		return false
 	}
-	d.sleeps.Add(1)
 	if d.sleeping.CompareAndSwap(false, true) {
-		defer d.sleeping.Store(false)
-		// Between our pass and the line above, another thread may have ended
-		// what we wait for without seeing us sleep.
-		if met() || d.work.Pending() {
-			return false
-		}
-		return d.sleep(limit)
+		return d.asleep(met, limit)
 	}
 	d.rearm()
 	if d.resting.Load() { // the background goroutine has the descriptors: take them over
@@ -133,6 +123,31 @@ func (d *Driver) rest(met func() bool, limit time.Duration) (interrupted bool) {
 	}
 	d.park(met, limit)
 	return false
+}
+
+// busy reports whether streams write words so often that nobody sleeps.
+func (d *Driver) busy() bool {
+	if d.streams.lull(d.settings.Spin) != 0 {
+		d.sleeps.Add(1)
+		return false
+	}
+	if d.streams.idle() >= d.settings.Yield {
+		yield()
+	}
+	return true
+}
+
+// asleep sleeps on the descriptors. Its caller has just set sleeping.
+func (d *Driver) asleep(met func() bool, limit time.Duration) (interrupted bool) {
+	defer func() {
+		d.resting.Store(false) // first: the next one who sleeps may be a caller
+		d.sleeping.Store(false)
+	}()
+	// Before sleeping was set, another thread may have ended what we wait for without seeing us sleep.
+	if met() || d.work.Pending() {
+		return false
+	}
+	return d.sleep(limit)
 }
 
 // rearm arms the descriptors for a sleeper. A Fabric that is polled tells nobody, so a thread that has
