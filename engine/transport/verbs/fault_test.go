@@ -269,7 +269,7 @@ func TestUnavailable(t *testing.T) {
 	fails("", "no RDMA device (/sys/class/infiniband is empty)")
 }
 
-// TestHostileMessages: what a peer sends that makes no sense ends its Conn alone.
+// TestHostileMessages: what a peer sends that makes no sense ends its Conn alone, and what comes behind it is not given.
 func TestHostileMessages(t *testing.T) {
 	w := newTwo(t)
 	other, _ := w.pair()
@@ -283,13 +283,19 @@ func TestHostileMessages(t *testing.T) {
 		"more than it tells": {0, 0, kindData, 0, 1, 0, 0, 0, 1, 2},
 	} {
 		a, b := w.pair()
-		copy(a.send(0), message)
-		n, err := a.qp.PostSend([]rdma.Request{{Op: rdma.Send, From: rdma.Piece{Address: uint64(a.buf.Addr), Len: uint32(len(message)), LKey: a.mr.LKey}}})
+		frames := len(w.frames[1])
+		var requests []rdma.Request
+		for slot, m := range [][]byte{message, {0, 0, kindData, 0, 1, 0, 0, 0, 7}} {
+			copy(a.send(uint32(slot)), m)
+			requests = append(requests, rdma.Request{Op: rdma.Send, From: rdma.Piece{Address: uint64(a.buf.Addr) + uint64(slot)*slotBytes, Len: uint32(len(m)), LKey: a.mr.LKey}})
+		}
+		n, err := a.qp.PostSend(requests)
 		require.NoError(t, err)
-		require.Equal(t, 1, n)
+		require.Equal(t, 2, n)
 		w.until(name, func() bool { return w.down[0][a] != nil && w.down[1][b] != nil })
 		require.ErrorContains(t, w.down[1][b], "the peer", name)
 		require.NotErrorIs(t, w.down[0][a], io.EOF)
+		require.Len(t, w.frames[1], frames, name)
 		w.echo(other)
 	}
 }

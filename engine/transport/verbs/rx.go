@@ -66,21 +66,21 @@ func (c *Conn) received(w *rdma.Completion) {
 	credits := int(c.peer.Slots) / 2
 	if n > 0 {
 		if n < headLen || n > slotBytes {
-			c.end(fmt.Errorf("the peer sent a message of %d bytes: want none, or %d to %d", n, headLen, slotBytes))
+			c.refuse(fmt.Errorf("the peer sent a message of %d bytes: want none, or %d to %d", n, headLen, slotBytes))
 			return
 		}
 		credits = int(binary.LittleEndian.Uint16(b))
 	}
 	c.tx.credits += credits
 	if c.tx.credits > int(c.peer.Slots) {
-		c.end(fmt.Errorf("the peer returned more credits than it was sent frames"))
+		c.refuse(fmt.Errorf("the peer returned more credits than it was sent frames"))
 		return
 	}
 	switch {
 	case n == 0:
 		r.spent = append(r.spent, slot)
 	case b[2] != kindData:
-		c.end(fmt.Errorf("the peer sent a message of unknown kind %d", b[2]))
+		c.refuse(fmt.Errorf("the peer sent a message of unknown kind %d", b[2]))
 	default:
 		a := arrival{slot: slot, n: n}
 		if back := c.f.back; back != nil && b[3]&behindGPU != 0 {
@@ -92,6 +92,12 @@ func (c *Conn) received(w *rdma.Completion) {
 		r.got[(r.at+r.n)%len(r.got)] = a
 		r.n++
 	}
+}
+
+// refuse ends c for a message that the peer must not send, and drops what comes behind it.
+func (c *Conn) refuse(why error) {
+	c.rx.deaf = true
+	c.end(why)
 }
 
 // ready reports whether a message can be given.
@@ -109,7 +115,7 @@ func (c *Conn) give(ev []transport.Event) (n int) {
 		b := c.recv(a.slot).Bytes()[:a.n]
 		frame, whole, err := c.assemble(b)
 		if err != nil {
-			c.end(err)
+			c.refuse(err)
 			r.n = 0
 			return n
 		}
