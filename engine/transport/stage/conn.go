@@ -23,6 +23,7 @@ type Conn struct {
 	// What comes.
 	bare   bool   // the next frame is the user's, whatever it starts with
 	landed uint64 // number of the newest copy from a shadow that the peer has asked for
+	lifts  int    // of them, those that have not been enqueued
 }
 
 // Pends implements over.Conn.

@@ -93,6 +93,24 @@ func TestHostileLift(t *testing.T) {
 	}
 }
 
+// TestLiftsOfOnePeer: a peer whose copies wait for the driver takes no room from another.
+func TestLiftsOfOnePeer(t *testing.T) {
+	a, b := pairOf(t, fakegpu.New(), overTCP)
+	k := b.Key(t, onGPU(t, b.F.Calls.Dev.(*fakegpu.GPU), 4096, 1))
+	r := b.F.regions[k.ID]
+	c, other := ours(b), &Conn{f: b.F}
+	r.pinning = true // the driver takes long
+	for range link.HeldMost {
+		require.NoError(t, c.lift(k, 0, 1))
+	}
+	require.ErrorContains(t, c.lift(k, 0, 1), "while 8192 copies to gpu 0 wait")
+	require.NoError(t, other.lift(k, 0, 1))
+	r.pinning = false
+	b.F.land()
+	until(t, a, b, func() bool { return !b.F.in.waiting() })
+	require.Zero(t, c.lifts+other.lifts)
+}
+
 // TestHostileMessages sends frames that start as those of this package do.
 func TestHostileMessages(t *testing.T) {
 	for name, under := range map[string]overtest.Below{"tcp": overTCP, "cma": overCMA} {

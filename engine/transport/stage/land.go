@@ -89,7 +89,7 @@ func (c *Conn) lift(k transport.Key, off, n uint64) error {
 		return fmt.Errorf("the peer wrote to key %d, which belongs to another peer", k.ID)
 	case l.broken != nil:
 		return l.broken
-	case len(l.queue) == link.HeldMost:
+	case c.lifts == link.HeldMost:
 		return fmt.Errorf("the peer wrote to key %d while %d copies to %v wait", k.ID, link.HeldMost, f.Calls.Name())
 	}
 	// The GPU looks at no bounds.
@@ -99,6 +99,7 @@ func (c *Conn) lift(k transport.Key, off, n uint64) error {
 	l.next++
 	r.copied, c.landed = l.next, l.next
 	l.queue = append(l.queue, lift{c, r, off, n})
+	c.lifts++
 	f.land()
 	return nil
 }
@@ -114,6 +115,7 @@ func (f *Fabric) land() {
 			return
 		}
 		l.queue = l.queue[:copy(l.queue, l.queue[1:])]
+		q.c.lifts--
 		l.begun++
 		l.copies[0] = cuda.Copy{To: uint64(q.r.Addr) + q.off, From: q.r.seen + q.off, Len: q.n}
 		if err := f.Calls.Enqueue(l.stream, transport.Point{}, l.copies[:], l.word, l.begun); err != nil {
