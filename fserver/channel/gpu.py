@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from fserver import _loader
 from fserver.channel import nvrtc
-from fserver.channel.plan import TABLE, Piece, Plan, Table
+from fserver.channel.plan import MOST_ROWS, TABLE, Piece, Plan, Table
+from fserver.errors import ShapeError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,8 +18,17 @@ if TYPE_CHECKING:
 
 
 def piece(tensor: Tensor) -> Piece:
-    """Returns the memory of a contiguous tensor. A tensor without dimensions is one row."""
+    """Returns the memory of a contiguous tensor. A tensor without dimensions is one row.
+
+    Raises:
+        ShapeError: it has more rows than the kernels count.
+    """
     rows = tensor.shape[0] if tensor.dim() else 1
+    if rows > MOST_ROWS:
+        raise ShapeError(
+            f"channel: a tensor of shape {list(tensor.shape)} has {rows} rows, and a channel between "
+            f"GPUs takes at most {MOST_ROWS} (pass a view of fewer, longer rows)"
+        )
     row = math.prod(tensor.shape[1:]) * tensor.element_size()
     return Piece(tensor.data_ptr(), rows, row)
 

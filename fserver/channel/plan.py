@@ -40,6 +40,7 @@ MOST_PACKET_BLOCKS = 32
 COPY_THREADS = 1024
 MOST_BLOCKS = 64  # of a segment
 MOST_SEGMENTS = 24  # of a launch: CS_MANY
+MOST_ROWS = (1 << 32) - 1  # of a tensor: the rows of cs_segment
 # Blocks of one launch that wait: they must not fill the GPU.
 BUSY_BLOCKS = 96
 

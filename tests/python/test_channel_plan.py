@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import fserver
-from fserver.channel import describe, plan, tune
+from fserver.channel import describe, gpu, plan, tune
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,14 @@ from fserver.channel import describe, plan, tune
 def test_described_badly(text: str) -> None:
     with pytest.raises(fserver.Error, match="channel: peer 3 describes"):
         describe.read(3, text)
+
+
+def test_more_rows_than_are_counted() -> None:
+    torch = pytest.importorskip("torch")
+    made = gpu.piece(torch.empty(plan.MOST_ROWS, 2, dtype=torch.uint8, device="meta"))
+    assert (made.rows, made.row_bytes) == (plan.MOST_ROWS, 2)
+    with pytest.raises(fserver.ShapeError, match="has 4294967296 rows"):
+        gpu.piece(torch.empty(plan.MOST_ROWS + 1, dtype=torch.uint8, device="meta"))
 
 
 class Memory:
