@@ -6,6 +6,7 @@
 
 #include "error.h"
 #include "lane_inside.h"
+#include "mark.h"
 
 namespace fserver {
 namespace {
@@ -20,6 +21,10 @@ constexpr uint64_t kPiece = 2 << 20;
 
 const char kFull[] =
     "(call torch.cuda.empty_cache() to release memory that torch caches)";
+
+// What lanes have used that were closed while a capture forbade to wait for their graphs. It
+// stays. Guarded by the GIL; memory may go after what is static.
+std::vector<InUse> &unfinished = *new std::vector<InUse>;
 
 } // namespace
 
@@ -263,12 +268,11 @@ void Lane::used(cs_stream s, bool captured) {
   captured_ = captured_ || captured;
 }
 
-void Lane::settle() {
-  if (used_)
-    unlocked([&] {
-      return captured_ ? cs_cu.CtxSynchronize()
-                       : cs_cu.StreamSynchronize(last_);
-    });
+bool Lane::settle() {
+  return !used_ || unlocked([&] {
+    return !for_a_capture(captured_ ? finish_gpu(device_)
+                                    : cs_cu.StreamSynchronize(last_));
+  });
 }
 
 void Lane::finish() {
@@ -289,7 +293,7 @@ void Lane::close() {
   if (closed_)
     return;
   closed_ = true;
-  const InUse held = std::move(held_); // goes last
+  InUse held = std::move(held_); // goes last
   if (!context_)
     return;
   if (forked.load()) { // a child has neither the driver nor the watcher
@@ -312,8 +316,7 @@ void Lane::close() {
   cs_context old = nullptr;
   cs_cu.CtxGetCurrent(&old);
   const bool entered = cs_cu.CtxSetCurrent(context_) == CS_CU_SUCCESS;
-  if (entered)
-    settle();
+  const bool over = !entered || settle();
   end_watcher();
   auto number = [](const volatile void *p) {
     return reinterpret_cast<uint64_t>(p);
@@ -323,6 +326,10 @@ void Lane::close() {
   if (words_)
     owned_.push_back({FS_GPU_PINNED, number(words_), kPage});
   words_ = nullptr;
+  if (!over) { // a graph may still run
+    unfinished.push_back(std::move(held));
+    owned_.clear();
+  }
   unlocked(
       [&] { // the engine may wait for all of the GPU, and that for any Python thread
         for (cs_stream s : watcher_streams_)

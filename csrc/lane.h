@@ -126,7 +126,8 @@ private:
   cs_stream stream(const char *call, bool sends);
   void used(cs_stream s, bool captured);
   bool load(const void *image, Tried *tried);
-  void settle(); // waits for what is enqueued
+  // Waits for what is enqueued. False: a capture forbids that.
+  bool settle();
   void turn(const char *call, bool sends);
   template <class F> void message(const char *call, cs_stream s, F enqueue);
   cs_result prepare(cs_stream s);

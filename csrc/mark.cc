@@ -10,7 +10,7 @@
 namespace fserver {
 namespace {
 
-// How long synchronize waits for the capture of another thread to end, in nanoseconds.
+// How long finish_gpu waits for the capture of another thread to end, in nanoseconds.
 constexpr int64_t kCapture = 30'000'000'000;
 
 [[noreturn]] void fail(const char *what, cs_result rc) {
@@ -64,18 +64,22 @@ bool Mark::passed() {
   return uses == uses_ && rc != CS_CU_NOT_READY;
 }
 
+cs_result finish_gpu(int device) {
+  if (capturing(static_cast<cs_stream>(native_stream(device))))
+    return CS_CU_STREAM_CAPTURE_UNSUPPORTED;
+  for (const int64_t end = now_ns() + kCapture;;) {
+    const cs_result rc = cs_cu.CtxSynchronize();
+    if (!for_a_capture(rc) || exiting.load() || now_ns() > end)
+      return rc;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
 void synchronize(int device) {
-  const int64_t end = now_ns() + kCapture;
   const cs_result rc = unlocked([&] {
     const OnDevice guard(device);
     const Relaxed relaxed;
-    for (;;) {
-      const cs_result done = cs_cu.CtxSynchronize();
-      if (done < CS_CU_STREAM_CAPTURE_UNSUPPORTED ||
-          done > CS_CU_STREAM_CAPTURE_WRONG_THREAD || now_ns() > end)
-        return done;
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
+    return finish_gpu(device);
   });
   if (rc != CS_CU_SUCCESS)
     fail("wait for the GPU", rc);

@@ -54,8 +54,19 @@ private:
   uint64_t uses_ = 0;
 };
 
-// Waits for all that a GPU has to do. A capture in another thread becomes invalid: the
-// driver allows that in no mode.
+// Whether the driver refuses a call because a stream is being captured.
+inline bool for_a_capture(cs_result rc) {
+  return rc >= CS_CU_STREAM_CAPTURE_UNSUPPORTED &&
+         rc <= CS_CU_STREAM_CAPTURE_WRONG_THREAD;
+}
+
+// Waits for all that a GPU has to do. A capture in another thread becomes invalid, as the
+// driver allows that in no mode, and is waited for, up to 30 s. If this thread's current
+// stream is captured, that is an error at once. Without the GIL, in the GPU's context, with
+// Relaxed.
+cs_result finish_gpu(int device);
+
+// The same with the GIL, in any context. It raises.
 void synchronize(int device);
 
 // Waits for what is on the current and on the default stream of a GPU, of which the

@@ -45,7 +45,8 @@ int missed; /* segments, or words, that a kernel would have waited for */
 int launches, copies; /* made */
 int small_copies;     /* by fs_ring and fs_await */
 int held; /* memory, streams, contexts and modules that were not given back */
-int spoiled;        /* calls that a capture in another thread forbids */
+int unfinished; /* so many times, a capture forbids to wait for all of the GPU */
+int spoiled;    /* calls that a capture in another thread forbids */
 int waited_in_vain; /* streams that went on, so that a test ends */
 int capturing; /* this thread captures its stream, which something has spoiled */
 int busy;      /* a stream has not done what is enqueued */
@@ -81,6 +82,14 @@ static int unsafe(void) {
   if (!captures || mode == CS_CAPTURE_MODE_RELAXED)
     return CS_CU_SUCCESS;
   spoiled++;
+  return CS_CU_STREAM_CAPTURE_UNSUPPORTED;
+}
+
+static int finish(void) {
+  int rc = unsafe();
+  if (!unfinished)
+    return rc;
+  unfinished--;
   return CS_CU_STREAM_CAPTURE_UNSUPPORTED;
 }
 
@@ -570,7 +579,7 @@ static const struct {
     {"cuCtxGetCurrent", (void *)get_context},
     {"cuCtxSetCurrent", (void *)set_context},
     {"cuCtxEnablePeerAccess", (void *)enable_peer},
-    {"cuCtxSynchronize", (void *)unsafe},
+    {"cuCtxSynchronize", (void *)finish},
     {"cuThreadExchangeStreamCaptureMode", (void *)exchange_mode},
     {"cuMemAlloc", (void *)alloc},
     {"cuMemFree", (void *)free_safely},

@@ -5,6 +5,7 @@ Over a driver without a GPU: see lanes.py."""
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import re
 import threading
@@ -353,6 +354,29 @@ def test_failed_in_a_capture() -> None:
     w.check()
     s.check()
     cluster.close()
+
+
+@over_driver("kernel", "copy")
+def test_captured_and_closed(mode: str) -> None:
+    """What a graph may still use is not freed before the GPU has done all: not while another thread
+    captures, which forbids to wait for it, and not at all where the closing thread does."""
+    before = at_rest()
+    w, s = pair(mode)
+    for side in (w, s):
+        DRIVER.capturing = 1
+        side.lane.send() if side is w else side.lane.recv()
+        DRIVER.capturing = 0
+    DRIVER.unfinished = 3
+    w.lane.close()
+    assert DRIVER.unfinished == 0
+    gc.collect()
+    kept = DRIVER.held
+    DRIVER.capturing = 1
+    start = time.monotonic()
+    s.lane.close()
+    assert time.monotonic() - start < 10
+    DRIVER.capturing = 0
+    assert before < DRIVER.held <= kept
 
 
 @over_driver()
