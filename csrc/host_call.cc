@@ -78,7 +78,6 @@ HostCall::Enqueued HostCall::run(PyObject *bytes) {
            device_);
     holds_ = true;
   }
-  const Mark::Use use(mark_, call_.c_str());
   Tried tried;
   const Enqueued how = unlocked([&] {
     const OnDevice guard(device_);

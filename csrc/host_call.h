@@ -37,7 +37,8 @@ public:
   // map_pinned_tensor() has given as its.
   void copy(PyObject *to, PyObject *from);
 
-  // Enqueues it on the current stream of the GPU. bytes: how many of each copy; None: all.
+  // Enqueues it on the current stream of the GPU, for a thread that has entered the mark. bytes:
+  // how many of each copy; None: all.
   Enqueued run(PyObject *bytes);
 
 private:

@@ -45,11 +45,11 @@ cs_result Mark::record(cs_stream s) {
   return rc;
 }
 
-Mark::Use::Use(Mark &mark, const char *call) : mark_(mark) {
-  if (mark.busy_)
+void Mark::enter(const char *call) {
+  if (busy_)
     raise(Kind::kConfig, kOneThread, call);
-  mark.busy_ = true;
-  mark.uses_++;
+  busy_ = true;
+  uses_++;
 }
 
 bool Mark::passed() {

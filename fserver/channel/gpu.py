@@ -26,8 +26,8 @@ def piece(tensor: Tensor) -> Piece:
     rows = tensor.shape[0] if tensor.dim() else 1
     if rows > MOST_ROWS:
         raise ShapeError(
-            f"channel: a tensor of shape {list(tensor.shape)} has {rows} rows, and a channel between "
-            f"GPUs takes at most {MOST_ROWS} (pass a view of fewer, longer rows)"
+            f"channel: a tensor of shape {list(tensor.shape)} has {rows} rows, and a channel "
+            f"between GPUs takes at most {MOST_ROWS} (pass a view of fewer, longer rows)"
         )
     row = math.prod(tensor.shape[1:]) * tensor.element_size()
     return Piece(tensor.data_ptr(), rows, row)

@@ -81,6 +81,13 @@ class Gpu:
         flag: Tensor = self._extension.map_pinned_tensor(word, self.device.index)
         return flag
 
+    def enter(self, call: str) -> None:
+        """Refuses a second thread until leave()."""
+        self._mark.enter(call)
+
+    def leave(self) -> None:
+        self._mark.leave()
+
     def settle(self) -> None:
         """Waits for what has filled the memory."""
         self._extension.settle(self.device.index)
@@ -258,8 +265,23 @@ class StreamSide(Side):
         )
 
     def send(self, rows: Sequence[int] | None = None) -> None:
+        self._gpu.enter("send")  # until leave(), nobody lets go of what the call uses
+        try:
+            self.check_error()
+            self._enqueue(rows)
+        finally:
+            self._gpu.leave()
+
+    def recv(self) -> None:
+        self._gpu.enter("recv")
+        try:
+            self.check_error()
+            self._recv()
+        finally:
+            self._gpu.leave()
+
+    def _enqueue(self, rows: Sequence[int] | None) -> None:
         counts = check_rows(rows, self._out)
-        self.check_error()
         whole = counts == self._all
         if self._short or not whole:
             self._free()
@@ -268,10 +290,6 @@ class StreamSide(Side):
         self._send(
             None if whole else [part(t, n).nbytes for t, n in zip(self._out, counts, strict=True)]
         )
-
-    def recv(self) -> None:
-        self.check_error()
-        self._recv()
 
     # The end
 

@@ -117,7 +117,15 @@ class FakeGpu:
     """Gpu, with memory of the CPU."""
 
     def __init__(self, stream: Stream) -> None:
-        self.stream = stream
+        self.stream, self.entered = stream, ""
+
+    def enter(self, call: str) -> None:
+        if self.entered:
+            raise fserver.ConfigError(f"{call}: another thread is in a call")
+        self.entered = call
+
+    def leave(self) -> None:
+        self.entered = ""
 
     def host(self, like: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(like)
@@ -140,7 +148,7 @@ class FakeGpu:
         self.stream.put(lambda: void(to.copy_(torch.tensor(values))))
 
     def idle(self) -> bool:
-        return self.stream.over(0)
+        return not self.entered and self.stream.over(0)
 
     def finished(self, seconds: float) -> bool:
         return self.stream.over(seconds)
@@ -228,6 +236,39 @@ def opened(
         ]
     )
     return w, s, on.stream("w"), on.stream("s")
+
+
+def test_second_thread(cluster: MakeCluster, on: On, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that calls while another is between two parts of its send() is refused. A side that is
+    closed then keeps what that send() uses."""
+    pair = cluster(transport="cma")
+    w, s, _, _ = opened(on, pair, [torch.ones(4, 8)], [torch.ones(4, 8)])
+    inside, go = threading.Event(), threading.Event()
+    numbers = FakeGpu.numbers
+
+    def slow(*args: Any) -> None:
+        inside.set()
+        assert go.wait(LIMIT)
+        numbers(*args)
+
+    monkeypatch.setattr(FakeGpu, "numbers", slow)
+    sender = threading.Thread(target=w.send, args=([2],))
+    sender.start()
+    assert inside.wait(LIMIT)
+    with pytest.raises(fserver.ConfigError, match="another thread is in a call"):
+        w.send()
+    side = w._side
+    together([w.close, s.close])
+    sweep()
+    assert side._send and side._out
+    go.set()
+    sender.join(LIMIT)
+    assert not sender.is_alive()
+    done(on.stream("w"))
+    sweep()
+    assert not side._out
+    with pytest.raises(fserver.Error, match="closed"):
+        side.send()
 
 
 def done(*streams: Stream) -> None:

@@ -105,7 +105,7 @@ def one_thread() -> None:
         try:
             seen.append(call.mark.passed())
             text = "^send: another thread is in a call of this channel .open a channel for each"
-            refuses(lambda: call.made.run(None), fserver.ConfigError, text)
+            refuses(lambda: call.mark.enter("send"), fserver.ConfigError, text)
             seen.append(True)
         finally:
             DRIVER.waits = 0
@@ -113,7 +113,9 @@ def one_thread() -> None:
     thread = threading.Thread(target=second, daemon=True)
     DRIVER.waits = 1
     thread.start()
+    call.mark.enter("send")
     call.run()
+    call.mark.leave()
     thread.join()
     assert seen == [False, True] and call.mark.passed() and DRIVER.waited_in_vain == 0
     call.run()
