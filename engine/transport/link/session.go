@@ -32,6 +32,7 @@ type Session struct {
 
 	mu   sync.Mutex
 	kept bool // a Conn has it, and nothing else ends it or sets its deadline
+	cut  bool // its set-up is to end
 }
 
 // interrupt ends what waits for the socket while it is set up.
@@ -39,8 +40,16 @@ func (s *Session) interrupt() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if !s.kept {
+		s.cut = true
 		s.Socket.SetDeadline(time.Unix(1, 0))
 	}
+}
+
+// Interrupted reports whether the set-up is to end, for who waits for something else than the socket.
+func (s *Session) Interrupted() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.cut
 }
 
 // Descriptor is one of nc's socket that the runtime's poller does not know. It stays

@@ -240,7 +240,8 @@ func (f *Fabric) meet(ctx context.Context, nc net.Conn, s *Session) (c transport
 			nc.Close()
 		}
 	}()
-	nc.SetDeadline(time.Now().Add(f.Limits.Handshake))
+	ctx, cancel := context.WithTimeout(ctx, f.Limits.Handshake)
+	defer cancel()
 	defer context.AfterFunc(ctx, s.interrupt)()
 
 	if err = s.secure(); err == nil {

@@ -169,8 +169,8 @@ func (c *Conn) greet() (err error) {
 			case f.Closing:
 				err = transport.ErrClosed
 			case c.tx.sqAcked == c.tx.sq:
-			case time.Since(begin) > f.Limits.Handshake:
-				err = fmt.Errorf("nothing was acknowledged in %v", f.Limits.Handshake)
+			case c.session.Interrupted():
+				err = fmt.Errorf("nothing was acknowledged in %v", time.Since(begin).Round(time.Millisecond))
 			default:
 				done = false
 			}
