@@ -177,14 +177,15 @@ int fs_waits_for(fs_node node, fs_ticket ticket, fs_pending *out);
 //           nq times: bytes of the answer at that position
 //
 // in the order of the worker groups. *need is the number of words; if cap is
-// smaller, -ENOBUFS, and the batch stays for the next call. slot numbers (worker
-// rank, key) from 0; buffer names the receive buffer: the first time that a
-// buffer is seen, the caller owes one fs_buffer_release for it when nobody
-// looks at its memory any more. buffer 0 is memory of the caller's own
-// (fs_register_recv), or no memory at all where the tensor has no bytes. With slot
-// FS_LENT, buffer is memory of the worker's own, mapped for reading alone: the
-// caller owes a release for each such tensor, and the bytes are valid until the
-// request is answered.
+// smaller, -ENOBUFS, and the batch stays for the next call. slot numbers
+// (worker rank, key) from 0; it may be given to another key when a worker has
+// been restarted. buffer names the receive buffer: the first time that a buffer
+// is seen, the caller owes one fs_buffer_release for it when nobody looks at
+// its memory any more. buffer 0 is memory of the caller's own
+// (fs_register_recv), or no memory at all where the tensor has no bytes. With
+// slot FS_LENT, buffer is memory of the worker's own, mapped for reading alone:
+// the caller owes a release for each such tensor, and the bytes are valid until
+// the request is answered.
 int fs_get_batch(fs_node node, fs_channel channel, uint32_t least,
                  uint64_t *buf, size_t cap, size_t *need, int64_t slice_ns,
                  uint32_t flags);

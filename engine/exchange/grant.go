@@ -9,14 +9,15 @@ import (
 	"fserver/engine/wire"
 )
 
-// maxKeys bounds the keys of one worker: each has a receive buffer, which is a
-// mapping of its own.
+// maxKeys bounds the keys that one run of a worker pushes: each has a receive buffer, which is a mapping
+// of its own.
 const maxKeys = 1 << 15
 
 // receiver is where the tensors of one (worker, key) are received.
 type receiver struct {
 	key     uint64
 	slot    uint64
+	run     uint32 // client.life when the key was pushed last
 	region  mem.Region
 	cap     uint64
 	id      uint64 // in Buffers; 0: memory of the application's own
@@ -50,25 +51,50 @@ func (s *Server) look(c *client, key uint64) *receiver {
 	return &receiver{key: key, region: r, cap: r.Len, buffers: s.buffers}
 }
 
-// receiver finds or makes the receiver of a key.
+// receiver finds or makes the receiver of a key that c pushes.
 func (s *Server) receiver(c *client, key uint64) *receiver {
 	k := s.look(c, key)
+	fresh := c.fresh(key)
 	if c.keys[key] == nil {
 		s.mu.Lock()
 		at := fixedKey{c.rank, key}
 		k.region = s.fixed[at].region
 		s.fixed[at] = fixed{region: k.region, used: true}
 		s.mu.Unlock()
-		k.cap, k.slot = k.region.Len, s.slots
-		s.slots++
+		k.cap, k.slot = k.region.Len, s.slot(c)
 		c.keys[key] = k
+	}
+	if fresh {
+		k.run = c.life.Load()
+		c.pushed++
 	}
 	return k
 }
 
-// tooMany returns why c may not have so many new keys.
+// slot gives a new key of c its slot. If there are too many, it is that of a key that only earlier runs of the
+// worker have pushed, which is forgotten: the application lets go of the old buffer when it sees the new one.
+func (s *Server) slot(c *client) uint64 {
+	if len(c.keys) >= maxKeys {
+		for key, old := range c.keys {
+			if c.fresh(key) && !old.fixed() {
+				delete(c.keys, key)
+				return old.slot
+			}
+		}
+	}
+	s.slots++
+	return s.slots - 1
+}
+
+// fresh reports whether this run of the worker has not pushed a key.
+func (c *client) fresh(key uint64) bool {
+	k := c.keys[key]
+	return k == nil || k.run != c.life.Load()
+}
+
+// tooMany returns why c may not have so many fresh keys.
 func (c *client) tooMany(fresh int) error {
-	if len(c.keys)+fresh <= maxKeys {
+	if c.pushed+fresh <= maxKeys {
 		return nil
 	}
 	return fmt.Errorf("worker %d pushes more than %d keys (use fewer keys)", c.rank, maxKeys)
@@ -140,7 +166,7 @@ func (s *Server) lack(p *provision) error {
 			return fmt.Errorf("worker %d requested the buffer of key %d twice in one message", c.rank, k.key)
 		}
 		seen[n.Key] = true
-		if c.keys[n.Key] == nil {
+		if c.fresh(n.Key) {
 			fresh++
 		}
 		made := &receiver{key: n.Key, region: k.region, buffers: s.buffers}

@@ -193,10 +193,39 @@ func TestMoreKeysThanThereMayBe(t *testing.T) {
 	p.answer(p.push(1, 4096), 1)
 	c := p.servers[0].clients[0]
 	for k := uint64(100); len(c.keys) < maxKeys; k++ {
-		c.keys[k] = &receiver{key: k, buffers: p.buffers}
+		p.servers[0].receiver(c, k)
 	}
 	p.shapeFails(p.push(2, 8192, 8), "more than 32768 keys")
 	p.answer(p.push(3, 4096), 3)
+}
+
+// TestKeysOfEarlierRuns: what earlier runs of a worker have pushed does not count, and leaves its slots to what
+// the next one pushes. Memory of the application's own keeps its place.
+func TestKeysOfEarlierRuns(t *testing.T) {
+	p := newPair(t, 1)
+	s := p.servers[0]
+	require.NoError(t, s.Fix([]Own{{0, 2, bytesOf(t, 0, 4096, 0).Base}}))
+	c := s.clients[0]
+	for k := uint64(2); len(c.keys) < maxKeys; k++ {
+		s.receiver(c, k)
+	}
+	require.EqualValues(t, maxKeys, s.slots)
+	for key := uint64(1 << 40); key < 1<<40+3; key++ {
+		s.Lose(0, errGone)
+		s.Up(0, 0, p.sf[0], p.from[0])
+		require.True(t, c.fresh(2))
+		require.NoError(t, c.tooMany(maxKeys))
+		require.Error(t, c.tooMany(maxKeys+1))
+		k := s.receiver(c, key)
+		require.Less(t, k.slot, uint64(maxKeys))
+		for other, o := range c.keys {
+			require.True(t, other == key || o.slot != k.slot)
+		}
+		require.Contains(t, c.keys, uint64(2))
+		require.Error(t, c.tooMany(maxKeys))
+	}
+	require.Len(t, c.keys, maxKeys)
+	require.EqualValues(t, maxKeys, s.slots)
 }
 
 // TestPlanOfMoreKeysThanThereMayBe is refused likewise: its tensors have no bytes, and ask
@@ -206,7 +235,7 @@ func TestPlanOfMoreKeysThanThereMayBe(t *testing.T) {
 	p.answer(p.push(1, 4096), 1)
 	c := p.servers[0].clients[0]
 	for k := uint64(100); len(c.keys) < maxKeys-1; k++ {
-		c.keys[k] = &receiver{key: k, buffers: p.buffers}
+		p.servers[0].receiver(c, k)
 	}
 	id, err := p.pushPull([]Tensor{bytesOf(t, 2, 0, 0), bytesOf(t, 3, 0, 0), bytesOf(t, 4, 0, 0)}, nil)
 	require.NoError(t, err)

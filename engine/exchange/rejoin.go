@@ -229,6 +229,7 @@ func (s *Server) part(c *client, err error) {
 	for _, k := range c.keys {
 		s.retire(c.fabric, k)
 	}
+	c.pushed = 0
 	c.conn = nil
 }
 

@@ -35,6 +35,7 @@ type client struct {
 	fabric   transport.Fabric
 	plans    []*clientPlan
 	keys     map[uint64]*receiver
+	pushed   int                    // of them, those of this run
 	loans    []loan                 // whose request is not here
 	answers  [classes]ring[*Ticket] // not wholly posted, by class
 	replies  ring[[]byte]           // frames, likewise,
@@ -364,7 +365,7 @@ func (s *Server) plan(c *client, b []byte) error {
 	}
 	fresh := 0
 	for i := range p.Push {
-		if c.keys[p.Push[i].Key] == nil {
+		if c.fresh(p.Push[i].Key) {
 			fresh++
 		}
 	}
