@@ -99,32 +99,29 @@ HostCall::Enqueued HostCall::run(PyObject *bytes) {
   return how;
 }
 
-// A few small copies are made by the kernel of a ring behind them, or of the wait before
-// them: to change from a kernel to a copy engine, or back, takes longer.
-void HostCall::enqueue(cs_stream s, bool captured, const uint64_t *bytes,
+// Small copies are made by the kernel of a ring behind them, or of the wait before them: to
+// change from a kernel to a copy engine, or back, takes longer.
+void HostCall::enqueue(cs_stream s, bool captured, uint64_t *bytes,
                        Tried *tried) {
   SmallCopies with{};
   const SmallCopies none{};
   uint64_t sum = 0;
-  bool small = last_ || waits_;
-  for (size_t i = 0; i < copies_.size(); i++) {
-    const SmallCopy &c = copies_[i];
-    if (!bytes[i]) // NOLINT(clang-analyzer-core.uninitialized.Branch)
-      continue;
+  for (size_t i = 0; i < copies_.size(); i++)
     sum += bytes[i];
-    small = small && with.n < kSmallCopies && sum <= kSmallest &&
-            (c.to | c.from) % 16 == 0;
-    if (small)
-      with.copies[with.n++] = {c.to, c.from, bytes[i]};
+  for (size_t i = 0; i < copies_.size() && (last_ || waits_); i++) {
+    const SmallCopy &c = copies_[i];
+    if (!bytes[i] || (sum > kSmallest && bytes[i] > kTiny) ||
+        with.n == kSmallCopies || (c.to | c.from) % 16)
+      continue;
+    with.copies[with.n++] = {c.to, c.from, bytes[i]};
+    bytes[i] = 0; // no copy engine makes it
   }
-  if (!small)
-    with.n = 0;
   if (first_)
     start_ring(s, none, tried);
   if (waits_)
     start_wait(s, captured, last_ ? none : with, tried);
-  for (size_t i = 0; i < copies_.size() && !small && tried->good(); i++)
-    if (bytes[i]) // NOLINT(clang-analyzer-core.uninitialized.Branch)
+  for (size_t i = 0; i < copies_.size() && tried->good(); i++)
+    if (bytes[i])
       tried->ok("copy a tensor of the channel",
                 cs_cu.MemcpyAsync(copies_[i].to, copies_[i].from, bytes[i], s));
   if (last_)

@@ -37,7 +37,7 @@ public:
   // map_pinned_tensor() has given as its.
   void copy(PyObject *to, PyObject *from);
 
-  // Enqueues it on the current stream of the GPU, for a thread that has entered the mark. bytes:
+  // Enqueues it on the current stream of the GPU, for a thread that uses the mark. bytes:
   // how many of each copy; None: all.
   Enqueued run(PyObject *bytes);
 
@@ -56,8 +56,8 @@ private:
 
   uint64_t counter(PyObject *o, const char *name);
   uint64_t read(PyObject *o, const char *name, uint64_t *bytes);
-  // Without the GIL, on stream s. Nothing is enqueued after an error.
-  void enqueue(cs_stream s, bool captured, const uint64_t *bytes, Tried *tried);
+  // Without the GIL, on stream s. Nothing is enqueued after an error. Spoils bytes.
+  void enqueue(cs_stream s, bool captured, uint64_t *bytes, Tried *tried);
   void start_ring(cs_stream s, const SmallCopies &with, Tried *tried);
   void start_wait(cs_stream s, bool captured, const SmallCopies &with,
                   Tried *tried);

@@ -131,7 +131,7 @@ over:
   ret;
 }
 
-.visible .entry fs_ring(.param .u64 count, .param .u64 flag, .param .u32 n, .param .align 8 .b8 copies[192])
+.visible .entry fs_ring(.param .u64 count, .param .u64 flag, .param .u32 n, .param .align 8 .b8 copies[216])
 {
 )" COPY_REGISTERS R"(
   mov.u32 %r1, %tid.x;
@@ -151,7 +151,7 @@ over:
   ret;
 }
 
-.visible .entry fs_await(.param .u64 count, .param .u64 add, .param .u64 asked, .param .u64 done, .param .u64 page, .param .u64 since, .param .u32 n, .param .align 8 .b8 copies[192])
+.visible .entry fs_await(.param .u64 count, .param .u64 add, .param .u64 asked, .param .u64 done, .param .u64 page, .param .u64 since, .param .u32 n, .param .align 8 .b8 copies[216])
 {
 )" COPY_REGISTERS R"(
   mov.u32 %r1, %tid.x;

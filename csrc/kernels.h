@@ -23,9 +23,10 @@ constexpr size_t kKernels = 5;
 struct SmallCopy {
   uint64_t to, from, bytes;
 };
-constexpr size_t kSmallCopies = 8; // that a kernel takes
-constexpr uint64_t kSmallest =
-    8192; // bytes up to which a kernel is faster, in sum
+constexpr size_t kSmallCopies =
+    9; // that a kernel takes: 8, and numbers of rows
+// Bytes up to which a kernel is faster: in sum, and, of what is copied beside larger copies, each.
+constexpr uint64_t kSmallest = 8192 + 8 * 8, kTiny = 512;
 
 // A kernel of a device, which is current. Like what follows, it is called without the GIL.
 cs_function kernel(int device, Kernel which, Tried *tried);

@@ -133,8 +133,12 @@ void define_lanes(py::module_ &m) {
   py::class_<Mark>(m, "Mark", py::module_local(),
                    "How far a stream of a GPU is.")
       .def(py::init<int>(), py::arg("device"))
-      .def("enter", &Mark::enter, py::arg("call"))
-      .def("leave", &Mark::leave)
+      .def("use",
+           [](Mark &m, const std::string &call, const py::function &f,
+              const py::args &args) {
+             const Mark::Use use(m, call.c_str());
+             return f(*args);
+           })
       .def("passed", &Mark::passed);
   py::class_<HostCall>(m, "HostCall", py::module_local(),
                        "What one call of a channel enqueues whose messages the "

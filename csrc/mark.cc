@@ -45,11 +45,11 @@ cs_result Mark::record(cs_stream s) {
   return rc;
 }
 
-void Mark::enter(const char *call) {
-  if (busy_)
+Mark::Use::Use(Mark &mark, const char *call) : mark_(mark) {
+  if (mark.busy_)
     raise(Kind::kConfig, kOneThread, call);
-  busy_ = true;
-  uses_++;
+  mark.busy_ = true;
+  mark.uses_++;
 }
 
 bool Mark::passed() {

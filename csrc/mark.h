@@ -20,12 +20,20 @@ public:
   Mark(const Mark &) = delete;
   Mark &operator=(const Mark &) = delete;
 
-  // A thread enqueues what the mark will be behind, until it leaves. With the GIL. Refuses a
-  // second thread: call names what it calls.
-  void enter(const char *call);
-  void leave() { busy_ = false; }
+  // A thread enqueues what the mark will be behind, as long as this lives. With the GIL.
+  // Refuses a second thread: call names what it calls.
+  class Use {
+  public:
+    Use(Mark &mark, const char *call);
+    ~Use() { mark_.busy_ = false; }
+    Use(const Use &) = delete;
+    Use &operator=(const Use &) = delete;
 
-  // Whether the stream has passed the mark, and no thread has entered; true if there has been none.
+  private:
+    Mark &mark_;
+  };
+
+  // Whether the stream has passed the mark, and no thread uses it; true if there has been none.
   // It is called with the GIL, and calls the driver without: torch's own events keep all other
   // threads from running where the driver waits for the GPU.
   bool passed();

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fserver import _loader
@@ -44,9 +44,9 @@ def sweep() -> None:
     """Lets go of the memory of closed sides that nobody uses any more."""
     for side in list(_kept):
         if side._gpu.idle() and side._word(_OVER):
-            side._forget()
             with contextlib.suppress(ValueError):  # another thread's sweep
                 _kept.remove(side)
+                side._forget()
 
 
 class Gpu:
@@ -81,12 +81,9 @@ class Gpu:
         flag: Tensor = self._extension.map_pinned_tensor(word, self.device.index)
         return flag
 
-    def enter(self, call: str) -> None:
-        """Refuses a second thread until leave()."""
-        self._mark.enter(call)
-
-    def leave(self) -> None:
-        self._mark.leave()
+    def alone(self, call: str, do: Callable[..., None], *args: Any) -> None:
+        """Calls do, and refuses a second thread meanwhile."""
+        self._mark.use(call, do, *args)
 
     def settle(self) -> None:
         """Waits for what has filled the memory."""
@@ -133,12 +130,11 @@ class Gpu:
     def _host_call(self, name: str) -> Any:
         return self._extension.HostCall(self._mark, self.device.index, name)
 
-    def numbers(self, to: Tensor, through: Tensor, values: Sequence[int]) -> None:
-        """Enqueues that pinned memory gets values, through memory of the GPU."""
+    def fill(self, words: Tensor, values: Sequence[int]) -> None:
+        """Enqueues that memory of the GPU gets values."""
         with self._torch.cuda.device(self.device):
             for i, value in enumerate(values):
-                through[i : i + 1].fill_(value)
-            to.copy_(through, non_blocking=True)
+                words[i : i + 1].fill_(value)
 
     def idle(self) -> bool:
         """Whether all is over that was enqueued outside of graphs."""
@@ -202,15 +198,15 @@ class StreamSide(Side):
         self._in_host = [gpu.host(t) for t in self._in]
         self._words = gpu.host(torch.zeros(_WORDS, dtype=torch.int64))
         self._all = [rows_of(t) for t in self._out]
-        self._told = gpu.zeros(len(self._all))
+        # The numbers of rows of a message: of all rows, of fewer, and those that are sent.
+        self._whole, self._fewer = gpu.zeros(len(self._all)), gpu.zeros(len(self._all))
+        self._whole.copy_(torch.tensor(self._all, dtype=torch.int64))
         self._rows_out = self._numbers(len(self._out))
-        self._rows_out.copy_(torch.tensor(self._all, dtype=torch.int64))
         self._rows_in = self._numbers(len(self._in))
-        self._short = False  # the last message told its rows
         each = len(self._in) // peers
         rows = gpu.zeros(len(self._in))
         self._rows = [rows[i * each : (i + 1) * each] for i in range(peers)]
-        self._free, self._send, self._recv = self._calls(rows)
+        self._send, self._recv = self._calls(rows)
         gpu.settle()
         if worker:
             ours = (self._out_host, list(out_keys))
@@ -241,20 +237,21 @@ class StreamSide(Side):
 
     # What the streams do
 
-    def _calls(self, rows: Tensor) -> tuple[Call, Call, Call]:
-        """What waits until the memory of a message is free, send() and recv()."""
+    def _calls(self, rows: Tensor) -> tuple[Call, Call]:
+        """What send() and recv() enqueue."""
         gpu, worker = self._gpu, self._worker
         rung, done, asked = (gpu.flag(self._words[i : i + 1]) for i in (_RUNG, _DONE, _ASKED))
         sent, waited = gpu.zeros(1), gpu.zeros(1)
         ring = (sent, rung)
         # With nothing that comes, nothing else says that the memory is free.
         free = None if self._in else (sent, 0, asked, done)
+        # Each message has its numbers written: in a graph, nobody knows what was sent before.
+        numbers = [(gpu.flag(self._rows_out), n) for n in (self._whole, self._fewer)]
         out = [(gpu.flag(host), t) for t, host in zip(self._out, self._out_host, strict=True)]
         into = [(t, gpu.flag(host)) for t, host in zip(self._in, self._in_host, strict=True)]
         into.append((rows, gpu.flag(self._rows_in)))
         return (
-            gpu.call("send", wait=free),
-            gpu.call("send", wait=free, copies=out, ring=ring),
+            gpu.call("send", wait=free, copies=numbers + out, ring=ring),
             gpu.call(
                 "recv",
                 ring=None if self._out else ring,
@@ -265,31 +262,25 @@ class StreamSide(Side):
         )
 
     def send(self, rows: Sequence[int] | None = None) -> None:
-        self._gpu.enter("send")  # until leave(), nobody lets go of what the call uses
-        try:
-            self.check_error()
-            self._enqueue(rows)
-        finally:
-            self._gpu.leave()
+        self._gpu.alone("send", self._enqueue, rows)
 
     def recv(self) -> None:
-        self._gpu.enter("recv")
-        try:
-            self.check_error()
-            self._recv()
-        finally:
-            self._gpu.leave()
+        self._gpu.alone("recv", self._take)
 
     def _enqueue(self, rows: Sequence[int] | None) -> None:
+        self.check_error()
         counts = check_rows(rows, self._out)
-        whole = counts == self._all
-        if self._short or not whole:
-            self._free()
-            self._gpu.numbers(self._rows_out, self._told, counts)
-            self._short = not whole
-        self._send(
-            None if whole else [part(t, n).nbytes for t, n in zip(self._out, counts, strict=True)]
-        )
+        numbers = self._rows_out.nbytes
+        if counts == self._all:
+            self._send([numbers, 0, *(t.nbytes for t in self._out)])
+            return
+        self._gpu.fill(self._fewer, counts)
+        parts = (part(t, n) for t, n in zip(self._out, counts, strict=True))
+        self._send([0, numbers, *(t.nbytes for t in parts)])
+
+    def _take(self) -> None:
+        self.check_error()
+        self._recv()
 
     # The end
 
@@ -313,7 +304,7 @@ class StreamSide(Side):
         """Lets go of what the stream has used: who keeps an error of a call, keeps its frames, and
         so this side."""
         self._out, self._in, self._out_host, self._in_host = [], [], [], []
-        del self._free, self._send, self._recv
+        del self._send, self._recv
 
 
 def _with_counts(

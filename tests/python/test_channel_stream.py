@@ -119,13 +119,14 @@ class FakeGpu:
     def __init__(self, stream: Stream) -> None:
         self.stream, self.entered = stream, ""
 
-    def enter(self, call: str) -> None:
+    def alone(self, call: str, do: Callable[..., None], *args: Any) -> None:
         if self.entered:
             raise fserver.ConfigError(f"{call}: another thread is in a call")
         self.entered = call
-
-    def leave(self) -> None:
-        self.entered = ""
+        try:
+            do(*args)
+        finally:
+            self.entered = ""
 
     def host(self, like: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(like)
@@ -144,8 +145,8 @@ class FakeGpu:
     def _host_call(self, name: str) -> FakeCall:
         return FakeCall(self.stream)
 
-    def numbers(self, to: torch.Tensor, through: torch.Tensor, values: list[int]) -> None:
-        self.stream.put(lambda: void(to.copy_(torch.tensor(values))))
+    def fill(self, words: torch.Tensor, values: list[int]) -> None:
+        self.stream.put(lambda: void(words.copy_(torch.tensor(values))))
 
     def idle(self) -> bool:
         return not self.entered and self.stream.over(0)
@@ -238,20 +239,77 @@ def opened(
     return w, s, on.stream("w"), on.stream("s")
 
 
+def test_rows_in_graphs(cluster: MakeCluster, on: On) -> None:
+    """A graph sends the rows that it was captured with, whatever was sent before."""
+    x, y = torch.zeros(8, 4), torch.zeros(8, 4)
+    w, s, at_worker, at_server = opened(on, cluster(), [x], [y])
+    [[got]] = s.tensors
+
+    def exchange(run: Callable[[], None]) -> tuple[list[int], int]:
+        x.add_(1)
+        got.fill_(-1)
+        run()
+        s.recv()
+        s.send()
+        done(at_worker, at_server)
+        return s.rows[0].tolist(), int((got[:, 0] == x[0, 0]).sum())
+
+    def call(rows: list[int] | None = None) -> None:
+        w.send(rows)
+        w.recv()
+
+    with at_worker.capture() as whole:
+        call()
+    with at_worker.capture() as half:
+        call([4])
+    for _ in range(2):
+        assert exchange(lambda: at_worker.replay(whole)) == ([8], 8)
+        assert exchange(lambda: call([2])) == ([2], 2)
+        assert exchange(lambda: at_worker.replay(whole)) == ([8], 8)
+        assert exchange(lambda: at_worker.replay(half)) == ([4], 4)
+        assert exchange(call) == ([8], 8)
+        assert exchange(lambda: at_worker.replay(half)) == ([4], 4)
+        assert exchange(lambda: at_worker.replay(whole)) == ([8], 8)
+    together([w.close, s.close])
+
+
+def test_two_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that look at the sides of closed channels at the same time let go of each once."""
+    both = threading.Barrier(2)
+    forgotten: list[int] = []
+
+    class Kept:
+        class _gpu:
+            @staticmethod
+            def idle() -> bool:
+                both.wait(LIMIT)
+                return True
+
+        def _word(self, which: int) -> int:
+            return 1
+
+        def _forget(self) -> None:
+            forgotten.append(1)
+
+    monkeypatch.setattr("fserver.channel.stream._kept", [Kept()])
+    together([sweep, sweep])
+    assert forgotten == [1]
+
+
 def test_second_thread(cluster: MakeCluster, on: On, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that calls while another is between two parts of its send() is refused. A side that is
     closed then keeps what that send() uses."""
     pair = cluster(transport="cma")
     w, s, _, _ = opened(on, pair, [torch.ones(4, 8)], [torch.ones(4, 8)])
     inside, go = threading.Event(), threading.Event()
-    numbers = FakeGpu.numbers
+    fill = FakeGpu.fill
 
     def slow(*args: Any) -> None:
         inside.set()
         assert go.wait(LIMIT)
-        numbers(*args)
+        fill(*args)
 
-    monkeypatch.setattr(FakeGpu, "numbers", slow)
+    monkeypatch.setattr(FakeGpu, "fill", slow)
     sender = threading.Thread(target=w.send, args=([2],))
     sender.start()
     assert inside.wait(LIMIT)

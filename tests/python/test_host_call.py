@@ -63,20 +63,22 @@ def value(of: torch.Tensor) -> int:
 
 
 def small_copies() -> None:
-    """A kernel makes a few small ones, and copy engines all others."""
-    few = [(floats(10), floats(10, i)) for i in range(8)]
-    for kind in (Call().rings(), Call().waits()):
-        assert kind.copies(*few).run() == (1, 0, 8)
-        assert [on_host(to)[0] for to, _ in few] == list(range(8))
-    most = (floats(2048), floats(2048, 2))  # 8192 bytes
-    assert Call().rings().copies(most).run() == (1, 0, 1)
-    for pairs in (
-        [*few, (floats(1), floats(1))],
-        [most, (floats(1), floats(1))],
-        [(floats(11)[1:], floats(10))],  # not at a multiple of 16
+    """A kernel makes small ones, and copy engines all others."""
+    few = [(floats(10), floats(10, i)) for i in range(9)]
+    one, odd = (floats(1), floats(1)), (floats(11)[1:], floats(10))  # not at a multiple of 16
+    most, large = (floats(2048), floats(2048, 2)), (floats(3000), floats(3000))
+    for pairs, by_kernel in (
+        (few, 9),
+        ([*few, one], 9),  # a kernel takes no more
+        ([most], 1),
+        ([one, most], 2),
+        ([one, large], 1),
+        ([odd, one], 1),
     ):
-        assert Call().rings().copies(*pairs).run() == (1, len(pairs), 0)
-        assert Call().waits().copies(*pairs).run() == (1, len(pairs), 0)
+        for kind in (Call().rings(), Call().waits()):
+            done = kind.copies(*pairs).run()
+            assert done == (1, len(pairs) - by_kernel, by_kernel)
+            assert all(on_host(to).eq(on_host(what)).all() for to, what in pairs)
     assert Call().copies(most).run() == (0, 1, 0)  # there is no kernel to make it
     # The kernel that comes last makes them, and those of none are left out.
     assert Call().waits(0).rings().copies(most, (floats(0), floats(0))).run() == (2, 0, 1)
@@ -89,7 +91,7 @@ def bytes_of_copies() -> None:
     assert both.run([8, 0]) == (1, 0, 1)
     assert on_host(to).tolist() == [7, 7, 0, 0]
     assert both.run([16, 4]) == (1, 0, 2)
-    assert both.run([16, 1 << 40]) == (1, 2, 0)  # no more than there are
+    assert both.run([16, 1 << 40]) == (1, 1, 1)  # no more than there are
     assert on_host(big).eq(8).all()
     assert value(both.flag) == value(both.count) == 3
     refuses(lambda: both.made.run([0, -1]), fserver.ConfigError, r"^send: bytes\[1\] is -1")
@@ -105,7 +107,7 @@ def one_thread() -> None:
         try:
             seen.append(call.mark.passed())
             text = "^send: another thread is in a call of this channel .open a channel for each"
-            refuses(lambda: call.mark.enter("send"), fserver.ConfigError, text)
+            refuses(lambda: call.mark.use("send", call.run), fserver.ConfigError, text)
             seen.append(True)
         finally:
             DRIVER.waits = 0
@@ -113,11 +115,12 @@ def one_thread() -> None:
     thread = threading.Thread(target=second, daemon=True)
     DRIVER.waits = 1
     thread.start()
-    call.mark.enter("send")
-    call.run()
-    call.mark.leave()
+    assert call.mark.use("send", call.run, None) == (1, 0, 0)
     thread.join()
     assert seen == [False, True] and call.mark.passed() and DRIVER.waited_in_vain == 0
+    for _ in range(2):  # an error leaves it free
+        with pytest.raises(IndexError):
+            call.mark.use("send", list[int]().pop)
     call.run()
 
 
