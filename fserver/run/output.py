@@ -161,9 +161,18 @@ def _shown(line: bytes) -> bytes:
 
 
 def write(fd: int, data: bytes) -> None:
-    """Writes all of data, also to a descriptor that somebody made non-blocking."""
+    """Writes all of data, also to a descriptor that somebody made non-blocking. Data that cannot be
+    written, as to a full disk or a terminal that is gone, is dropped: the run goes on.
+
+    Raises:
+        BrokenPipeError: nobody reads it any more.
+    """
     while data:
         try:
             data = data[os.write(fd, data) :]
         except BlockingIOError:
             select.select([], [fd], [])
+        except BrokenPipeError:
+            raise
+        except OSError:
+            return

@@ -206,14 +206,14 @@ class Supervisor:
         self._kill_at = time.monotonic() + self._grace
         passed = [c for c in self._children if c.process.role != "scheduler"]
         running = [c.name for c in passed if c.status is None]
+        for child in passed:  # first: the output may be gone
+            child.told = True
+            child.signal(number)
         if running:
             self._screen.say(
                 f"passed {signal.Signals(number).name} on to {', '.join(running)} (those that run "
                 f"for {self._grace:g} s more are killed, and at once with a second signal)"
             )
-        for child in passed:
-            child.told = True
-            child.signal(number)
 
     def _ended(self, child: Child) -> None:
         child.signal(signal.SIGTERM)  # to what it has started and left behind

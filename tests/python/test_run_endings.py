@@ -1,13 +1,16 @@
 """`fserver run`: what it prints when processes fail or are interrupted."""
 
+import os
+import pty
 import re
+import select
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from test_run import DRIVER, FOREVER, Run, environment
+from test_run import BOUND, DRIVER, FOREVER, Run, environment
 
 from fserver.run import tracebacks
 
@@ -234,3 +237,40 @@ KeyboardInterrupt""".encode().splitlines()
     raised, others = tracebacks.split([b"before", *lines, b"after"])
     assert raised == tracebacks.Raised("KeyboardInterrupt", False, "train.py, line 12")
     assert others == [b"before", b"after"]
+
+
+# -- output that cannot be written
+
+
+def test_a_full_disk_ends_nothing(tmp_path: Path):
+    end = f"print('a line'); open({str(tmp_path / 'end')!r}, 'w').write('reached')"
+    with open("/dev/full", "w") as full:
+        with Run(("worker", 0, end), stdout=full, stderr=full) as run:
+            assert run.popen.wait(BOUND) == 0
+    assert (tmp_path / "end").read_text() == "reached"
+
+
+def test_a_terminal_that_is_gone(tmp_path: Path):
+    """The signal that tells of it is passed on, and the processes have their time to end."""
+    end = tmp_path / "end"
+    saves = f"""
+        import signal, sys, time
+        def save(*_):
+            time.sleep(0.2)
+            open({str(end)!r}, 'w').write('saved')
+            sys.exit()
+        signal.signal(signal.SIGHUP, save)
+        print('ready')
+        time.sleep(600)
+    """
+    ours, theirs = pty.openpty()
+    with Run(("worker", 0, saves), stdout=theirs, stderr=theirs, grace=BOUND) as run:
+        os.close(theirs)
+        seen = b""
+        while b"ready" not in seen:
+            assert select.select([ours], [], [], BOUND)[0]
+            seen += os.read(ours, 1 << 12)
+        os.close(ours)
+        run.popen.send_signal(signal.SIGHUP)
+        assert run.popen.wait(BOUND) == 0
+    assert end.read_text() == "saved"
