@@ -239,10 +239,16 @@ uint64_t Worker::ticket(PyObject *handler) {
 }
 
 bool Worker::done(PyObject *handler) {
-  const fs_ticket t = ticket(handler);
-  if (t && !forked.load() && !exiting.load()) // an error is for wait
+  const Request *r = look_up(read_u64(handler, {"done", "handler"}));
+  if (!r || closed() || forked.load())
+    return true;
+  const fs_ticket t = r->ticket;
+  if (holder_.open(t) && !exiting.load()) // an error is for wait
     unlocked([&] { return fs_wait(id_, t, 0, FS_NOSPIN); });
-  return !t || forked.load() || !holder_.open(t);
+  if (!forked.load() && holder_.open(t))
+    return false;
+  holder_.reap(t);
+  return true;
 }
 
 std::string Worker::why_open(fs_ticket ticket) const {

@@ -23,6 +23,15 @@ _lock = threading.Lock()
 _module: ModuleType | None = None
 
 
+def _renew() -> None:
+    """Gives a child of fork a lock that no other thread has."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew)
+
+
 class LoadError(Error, ImportError):
     """The extension is missing or is for another Python, or it has no adapter for this torch."""
 
@@ -87,7 +96,7 @@ def _adapter() -> Path:
     torch, else the package's adapter for its minor version, else one that is compiled now."""
     torch, version = _torch()
     made = cache.path(version)
-    if made.is_file():
+    if os.path.isfile(made):  # false if the folder may not be searched
         return made
     given = _PACKAGE / "_torch" / build.file_name(version)
     if given.is_file():

@@ -58,7 +58,12 @@ class Server(Node):
             self._hosted = Scheduler(settings=own, connect=False)
             host, port = split_address(self._hosted.scheduler)
             settings = {**settings, "DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": port}
-        super()._open(settings)
+        try:
+            super()._open(settings)
+        except BaseException:
+            if self._hosted is not None:  # its port is free again
+                self._hosted.close()
+            raise
 
     @property
     def scheduler(self) -> str:

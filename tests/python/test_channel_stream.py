@@ -1,75 +1,26 @@
-"""Channels of GPU tensors that the engine carries, and SimpleNotify, with a thread in place of a
-CUDA stream: what is enqueued, captured and replayed, and what the engine makes of it."""
+"""Channels of GPU tensors that the engine carries, with a thread in place of a CUDA stream: what is
+enqueued, captured and replayed, and what the engine makes of it."""
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from forked import Forks
 from nodes import LIMIT, Child, Cluster, Parent, eventually, together
+from streams import Stream, Work, done, void
 
 import fserver
-from fserver import _loader, fserver_lib
-from fserver import notify as notifying
+from fserver import _loader
 from fserver.channel import opener
 from fserver.channel.stream import Gpu, StreamSide, sweep
 
 MakeCluster = Callable[..., Cluster]
-Work = Callable[[], None]
-
-
-class Stream:
-    """Does what is enqueued, in its order, in a thread of its own."""
-
-    def __init__(self) -> None:
-        self._queue: queue.Queue[Work | None] = queue.Queue()
-        self._graph: list[Work] | None = None
-        self.gpu = 0
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            work()
-            self._queue.task_done()
-
-    def put(self, work: Work) -> None:
-        if self._graph is None:
-            self._queue.put(work)
-        else:
-            self._graph.append(work)
-
-    @contextlib.contextmanager
-    def capture(self) -> Iterator[list[Work]]:
-        self._graph = graph = []
-        yield graph
-        self._graph = None
-
-    def replay(self, graph: list[Work]) -> None:
-        for work in graph:
-            self._queue.put(work)
-
-    def over(self, seconds: float) -> bool:
-        end = time.monotonic() + seconds
-        while self._queue.unfinished_tasks:
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.001)
-        return True
-
-    def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join(LIMIT)
-        assert not self._thread.is_alive(), "something in the stream waits for ever"
 
 
 class FakeCall:
@@ -179,10 +130,6 @@ class TwoStreams(FakeGpu):
         return call
 
 
-def void(tensor: torch.Tensor) -> None:
-    """Nothing, of what an operation gives back."""
-
-
 class On:
     """Has channels be those of a stream, for the thread that opens them."""
 
@@ -274,7 +221,7 @@ def test_rows_in_graphs(cluster: MakeCluster, on: On) -> None:
 
 
 def test_two_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads that look at the sides of closed channels at the same time let go of each once."""
+    """Two threads that look at closed sides at the same time let go of each once."""
     both = threading.Barrier(2)
     forgotten: list[int] = []
 
@@ -327,10 +274,6 @@ def test_second_thread(cluster: MakeCluster, on: On, monkeypatch: pytest.MonkeyP
     assert not side._out
     with pytest.raises(fserver.Error, match="closed"):
         side.send()
-
-
-def done(*streams: Stream) -> None:
-    assert all(s.over(LIMIT) for s in streams), "a stream waits for ever"
 
 
 @pytest.mark.parametrize("way", ["tcp", "cma"])
@@ -558,7 +501,7 @@ print("open", flush=True)
 
 
 LEFT_ASKING = """
-import pytest, nodes, test_channel_stream as t
+import pytest, nodes, test_notify as t
 from fserver.notify import Notify
 
 pair = nodes.open_cluster()
@@ -640,169 +583,3 @@ def test_nobody_closes(pair: Cluster, on: On) -> None:
     del w, s
     for word in words:
         eventually(lambda word=word: word[8] == 2**63 - 1 and word[10] == 1)  # done and over
-
-
-# SimpleNotify
-
-
-class Seen:
-    """What map_pinned_tensor gives."""
-
-    def __init__(self, flag: torch.Tensor, gpu: int) -> None:
-        self.flag, self.gpu = flag, gpu
-
-
-@contextlib.contextmanager
-def waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
-    """The stream that SimpleNotify has wait."""
-    stream = Stream()
-
-    def wait_value(seen: Seen, value: int) -> None:
-        assert seen.gpu == stream.gpu  # or the engine does not know who waits
-
-        def until() -> None:
-            while int(seen.flag) < value:
-                time.sleep(0.0001)
-
-        stream.put(until)
-
-    set_word = _loader.load().set_word
-    calls = SimpleNamespace(wait_value=wait_value, map_pinned_tensor=Seen, set_word=set_word)
-    monkeypatch.setattr(notifying, "_loader", SimpleNamespace(load=lambda: calls))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: stream.gpu)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    yield stream
-    stream.close()
-
-
-@pytest.fixture
-def current(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
-    with waiting(monkeypatch) as stream:
-        yield stream
-
-
-def test_notify_of_requests(
-    pair: Cluster, current: Stream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fserver_lib, "_node", pair.worker)
-    notify = fserver.SimpleNotify()
-    notify.init()
-    notify.init()
-    notify.wait_event_done()  # of nothing
-    x, y = torch.zeros(1000), torch.empty(1000)
-    before, after = torch.empty(1000), torch.empty(1000)
-    for i in range(5):
-        current.gpu = i % 2
-        x.fill_(i)
-        y.fill_(-1)
-        notify.block_now_stream()  # what was asked for last is there: until the next
-        current.put(lambda: void(before.copy_(y)))
-        h = pair.worker.push_pull([x], [0], [y], [0])
-        notify.stream_wait_event(h)
-        notify.block_now_stream()  # until the same
-        current.put(lambda: void(after.copy_(y)))
-        assert not current.over(0.02)
-        [(handler, [seen], _)] = pair.server.get_batch()
-        pair.server.respond([seen * 2], handler)
-        notify.wait_event_done()
-        done(current)
-        assert before.tolist() == after.tolist() == [2 * i] * 1000
-
-
-def test_notify_of_batches(pair: Cluster, current: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer, got = torch.zeros(1000), torch.zeros(1000)
-    pair.server.register_recv_buffer(buffer, [0], [0])
-    monkeypatch.setattr(fserver_lib, "_node", pair.server)
-    notify = fserver.SimpleNotify()
-    notify.init()
-    x, y = torch.zeros(1000), torch.empty(1000)
-    for i in range(5):
-        notify.block_now_stream_and_get_batch()
-        current.put(lambda: void(torch.mul(buffer, 2, out=got)))
-        assert not current.over(0.02)
-        h = pair.worker.push_pull([x.fill_(i)], [0], [y], [0])
-        [(handler, [seen], keys)] = notify.get_future_batch_data()
-        assert (seen.data_ptr(), keys) == (buffer.data_ptr(), [0])
-        done(current)
-        pair.server.respond([got], handler)
-        pair.worker.wait(h)
-        assert y.tolist() == [2 * i] * 1000
-
-
-def test_notify_of_failures(
-    pair: Cluster, current: Stream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The stream goes on, whoever asks is told, and what is asked for next is waited for."""
-    monkeypatch.setattr(fserver_lib, "_node", pair.worker)
-    notify = fserver.SimpleNotify()
-    for call in ("block_now_stream", "block_now_stream_and_get_batch"):
-        with pytest.raises(fserver.ConfigError, match=rf"^{call}: call init\(\) first"):
-            getattr(notify, call)()
-    with pytest.raises(fserver.ConfigError, match=r"^stream_wait_event: call init\(\) first"):
-        notify.stream_wait_event(0)
-    with pytest.raises(fserver.ConfigError, match="no batch has been asked for"):
-        notify.get_future_batch_data()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: False)
-        with pytest.raises(fserver.ConfigError, match=r"^SimpleNotify.init: torch sees no GPU"):
-            notify.init()
-
-    def refuse_thread(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse_thread)
-        with pytest.raises(RuntimeError, match="start new thread"):
-            notify.init()
-    notify.init()
-
-    def good() -> None:
-        x, y = torch.ones(10), torch.zeros(10)
-        notify.stream_wait_event(pair.worker.push_pull([x], [0], [y], [0]))
-        current.put(lambda: void(y.add_(1)))
-        assert not current.over(0.02)
-        [(handler, [seen], _)] = pair.server.get_batch()
-        pair.server.respond([seen * 2], handler)
-        notify.wait_event_done()
-        done(current)
-        assert y.tolist() == [3] * 10
-
-    good()
-    notify.stream_wait_event(99)
-    with pytest.raises(fserver.ConfigError, match="handler 99 is not known"):
-        notify.wait_event_done()
-    done(current)
-    notify.block_now_stream_and_get_batch()
-    with pytest.raises(fserver.ConfigError, match="get_batch: this process is a worker"):
-        notify.get_future_batch_data()
-    done(current)
-
-    def refuse(flag: torch.Tensor, value: int) -> None:
-        raise fserver.ConfigError("the current stream is being captured")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(notifying._loader, "load", lambda: SimpleNamespace(wait_value=refuse))
-        for wait in (lambda: notify.stream_wait_event(0), notify.block_now_stream):
-            with pytest.raises(fserver.ConfigError, match="being captured"):
-                wait()
-    good()
-
-
-def test_notify_follows_the_node(
-    cluster: MakeCluster, current: Stream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One made between an init() and its stop() is of use after the next init()."""
-    pairs = [cluster(), cluster()]
-    monkeypatch.setattr(fserver_lib, "wait", pairs[0].worker.wait)  # as init() does
-    notify = fserver.SimpleNotify()
-    notify.init()
-    monkeypatch.setattr(fserver_lib, "wait", pairs[1].worker.wait)
-    pairs[0].close()
-    y = torch.zeros(10)
-    notify.stream_wait_event(pairs[1].worker.push_pull([torch.ones(10)], [0], [y], [0]))
-    [(handler, tensors, _)] = pairs[1].server.get_batch()
-    pairs[1].server.respond(tensors, handler)
-    notify.wait_event_done()
-    assert y.tolist() == [1] * 10
-    done(current)

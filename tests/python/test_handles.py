@@ -121,6 +121,19 @@ def test_wait_and_done(cluster: MakeCluster, progress: str) -> None:
         handle.wait()
 
 
+def test_done_lets_go(pair: Cluster) -> None:
+    """As wait does: who polls may change the tensors then."""
+    handle, y = ask(pair.worker, 3)
+    other, z = ask(pair.worker, 4)
+    serving = in_thread(serve, pair.server, 2)
+    pair.worker.wait(other)  # ends the first as well, before anybody asks
+    while not handle.done():
+        pass
+    for t in (y, z):
+        t.untyped_storage().resize_(0)
+    serving.result(LIMIT)
+
+
 def test_a_forgotten_handle(pair: Cluster) -> None:
     """Its request has ended, so it is done, and wait knows no more about it."""
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -134,6 +135,26 @@ def test_load_in_a_mode_that_makes_no_plain_tensors(run: Run) -> None:
     assert run(code) == "0"
 
 
+def test_forked_beside_a_load() -> None:
+    """A child has none of the threads of its parent, so it does not wait for one that loads."""
+    held, over = threading.Event(), threading.Event()
+
+    def load() -> None:
+        with _loader._lock:
+            held.set()
+            over.wait(60)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    held.wait(60)
+    child = os.fork()
+    if child == 0:
+        os._exit(not _loader._lock.acquire(timeout=10))
+    over.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_missing_extension(tmp_path: Path) -> None:
     package = tmp_path / "fserver"
     package.mkdir()
@@ -151,6 +172,14 @@ def test_missing_extension(tmp_path: Path) -> None:
 
 
 # Which adapter
+
+
+def test_a_cache_that_cannot_be_looked_at(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a home of another user's: it has no adapter."""
+    given = package / "_torch" / build.file_name(torch.__version__)
+    given.touch()
+    monkeypatch.setattr(cache, "path", lambda version: package / ("x" * 300))  # ENAMETOOLONG
+    assert _loader._adapter() == given
 
 
 @pytest.mark.parametrize(

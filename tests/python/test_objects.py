@@ -350,3 +350,45 @@ def test_the_functions_keep_to_stepmesh(
         assert worker.get() == server.get() == "done"
         stopped = in_thread(scheduler.stop)
     stopped.result(LIMIT)
+
+
+# What a program puts in the place of a method
+
+
+def test_overrides_are_called(cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of methods that have a faster form."""
+    calls: list[str] = []
+
+    class Traced(fserver.Worker):
+        def push_pull(self, *args: Any, **kwargs: Any) -> fserver.Handle:
+            calls.append("push_pull")
+            return super().push_pull(*args, **kwargs)
+
+    monkeypatch.setattr(fserver, "Worker", Traced)
+    inner = fserver.Server.respond
+
+    def respond(self: fserver.Server, *args: Any) -> None:
+        calls.append("respond")
+        inner(self, *args)
+
+    monkeypatch.setattr(fserver.Server, "respond", respond)
+    pair = cluster()
+    y = torch.zeros(4)
+    handler = ask(pair, y)
+    answer(pair, 2)
+    pair.worker.wait(handler)
+    assert (calls, y.tolist()) == (["push_pull", "respond"], [2] * 4)
+    assert "push_pull" not in vars(pair.worker) and "wait" in vars(pair.worker)
+
+
+def test_a_server_that_cannot_open_frees_its_port() -> None:
+    """Also as long as somebody has the error, and with it the frames."""
+    shape: dict[str, Any] = {"host_scheduler": True, "backend": "CPU", "connect": False}
+    with fserver.Scheduler(scheduler="127.0.0.1:0", connect=False) as free:
+        at = free.scheduler
+    with pytest.raises(fserver.ConfigError):
+        try:
+            fserver.Server(scheduler=at, gpu=5, **shape)
+        except fserver.ConfigError:
+            fserver.Server(scheduler=at, **shape).close()
+            raise
