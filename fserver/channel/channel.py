@@ -232,7 +232,7 @@ class Channel:
     def _enter(self, call: str, sends: bool) -> None:
         if self.closed:
             raise ClosedError(f"{call}: channel {self.name!r} is closed")
-        if self._turns and sends != self._sends_next:
+        if self._turns and sends != self._sends_next and not self._side.captured:
             self.check()  # if a peer is lost, say that instead
             due = "recv" if sends else "send"
             raise ConfigError(

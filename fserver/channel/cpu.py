@@ -112,6 +112,7 @@ class Side:
     carries the messages. These defaults fit a side that completes its work within each call."""
 
     capturable = False  # whether its calls can be captured in a CUDA graph
+    captured = False  # whether one has been: replays are not seen here, so calls have no order
 
     def check_error(self) -> None:
         """Raises the error that has ended the channel, unless the node reports it."""

@@ -58,7 +58,7 @@ class Gpu:
         self._torch, self.device = torch, device
         self._extension = _loader.load()
         self._mark = self._extension.Mark(device.index)  # behind what was enqueued last, by calls
-        self._captured = False
+        self.captured = False
 
     def host(self, like: Tensor) -> Tensor:
         """Zeroed memory of the CPU that the GPU can read and write, of another tensor's shape."""
@@ -123,7 +123,7 @@ class Gpu:
                     "stream first, or open a channel for each stream)"
                 )
             if how == _CAPTURED:
-                self._captured = True
+                self.captured = True
 
         return run
 
@@ -143,7 +143,7 @@ class Gpu:
     def finished(self, seconds: float) -> bool:
         """Waits for what is enqueued; false: not within the time. A graph may be replayed on any
         stream: once there is one, the whole GPU is waited for."""
-        if self._captured:
+        if self.captured:
             self._extension.synchronize(self.device.index)
         end = time.monotonic() + seconds
         while not self.idle():
@@ -226,6 +226,10 @@ class StreamSide(Side):
 
     def _word(self, which: int) -> int:
         return int(self._words[which])
+
+    @property
+    def captured(self) -> bool:  # type: ignore[override]
+        return bool(self._gpu.captured)
 
     def rows(self) -> list[Tensor]:
         return self._rows

@@ -67,6 +67,8 @@ class FakeCall:
 class FakeGpu:
     """Gpu, with memory of the CPU."""
 
+    captured = False
+
     def __init__(self, stream: Stream) -> None:
         self.stream, self.entered = stream, ""
 
@@ -217,6 +219,33 @@ def test_rows_in_graphs(cluster: MakeCluster, on: On) -> None:
         assert exchange(call) == ([8], 8)
         assert exchange(lambda: at_worker.replay(half)) == ([4], 4)
         assert exchange(lambda: at_worker.replay(whole)) == ([8], 8)
+    together([w.close, s.close])
+
+
+def test_turns_in_graphs(cluster: MakeCluster, on: On) -> None:
+    """A graph may have one of the two calls alone, and a capture may fail between them."""
+    on.gpu = TwoStreams
+    x, y = torch.zeros(8, 4), torch.zeros(8, 4)
+    w, s, at_worker, at_server = opened(on, cluster(), [x], [y])
+    with pytest.raises(fserver.ConfigError, match="^recv: call send"):
+        w.recv()
+    w._side._gpu.capturing = True
+    with at_worker.capture() as sends:
+        w.send()
+    w._side._gpu.capturing = False
+    for i in range(3):
+        x.fill_(i)
+        at_worker.replay(sends)
+        w.recv()
+        s.recv()
+        s.send()
+        done(at_worker, at_server)
+        assert s.tensors[0][0].eq(i).all()
+    w.send()
+    w.recv()
+    s.recv()
+    s.send()
+    done(at_worker, at_server)
     together([w.close, s.close])
 
 

@@ -141,6 +141,18 @@ def test_two_streams(mode: str) -> None:
 
 
 @over_driver("kernel", "copy")
+def test_turns_in_graphs(mode: str) -> None:
+    """A graph may have one of the two calls alone, and a capture may fail between them."""
+    w, s = pair(mode)
+    refuses(w.lane.recv, fserver.ConfigError, r"^recv: call send\(\) first")
+    DRIVER.capturing = 1
+    w.lane.send()
+    DRIVER.capturing = 0
+    w.lane.send()  # that of the graph has not run
+    refuses(s.lane.send, fserver.ConfigError, r"^send: call recv\(\) first")
+
+
+@over_driver("kernel", "copy")
 def test_wrong_rows(mode: str) -> None:
     w, s = pair(mode)
     w.out[0].fill(7)
