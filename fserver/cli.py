@@ -4,7 +4,8 @@ import importlib
 import os
 import sys
 
-from fserver import _loader, versions
+from fserver import versions
+from fserver.errors import Error
 
 COMMANDS = {
     "run": ("fserver.run", "start the scheduler, servers and workers of this host"),
@@ -31,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         return int(importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:]))
-    except _loader.LoadError as e:
+    except Error as e:
         print(e, file=sys.stderr)
         return 1
     except KeyboardInterrupt:

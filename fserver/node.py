@@ -175,6 +175,8 @@ class Node:
         merged.update(
             {_VARIABLES[name]: _text(value) for name, value in given.items() if value is not None}
         )
+        if interface is not None and host is None and "DMLC_NODE_HOST" not in (settings or {}):
+            merged["DMLC_NODE_HOST"] = ""  # that of the environment
         if scheduler is not None:
             merged["DMLC_PS_ROOT_URI"], merged["DMLC_PS_ROOT_PORT"] = split_address(scheduler)
         self._open(merged)

@@ -664,6 +664,16 @@ def test_interface_that_does_not_exist() -> None:
         fserver.Server(scheduler="10.0.0.1:7000", interface="none0", connect=False)
 
 
+def test_an_argument_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also an interface before the address that the environment names."""
+    monkeypatch.setenv("DMLC_NODE_HOST", "192.0.2.7")
+    with fserver.Server(scheduler="127.0.0.1:7000", interface="lo", connect=False) as server:
+        assert server.address.startswith("127.0.0.1")
+    with pytest.raises(fserver.Error, match=r"192\.0\.2\.7"):
+        fserver.Server(scheduler="127.0.0.1:7000", connect=False)
+
+
+
 def test_address_that_is_not_of_this_host() -> None:
     with pytest.raises(fserver.Error, match=r"192\.0\.2\.1.*DMLC_NODE_HOST"):
         fserver.Server(scheduler="192.0.2.2:7000", host="192.0.2.1", connect=False)

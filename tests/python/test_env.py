@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -111,3 +112,11 @@ def test_a_long_value_stays_inside_the_table() -> None:
         "origin": "default", "source": "default",
     }  # fmt: skip
     assert max(map(len, env.table([row]).splitlines())) <= 100
+
+
+def test_a_value_that_is_no_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DMLC_INTERFACE", os.fsdecode(b"\xff"))
+    error = run(capsys, status=1)[1]
+    assert error == "conf: DMLC_INTERFACE is not UTF-8: encode the value as UTF-8, or unset it\n"
