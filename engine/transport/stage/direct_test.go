@@ -115,6 +115,31 @@ func TestDirect(t *testing.T) {
 	}
 }
 
+// TestStagedSource: the NIC reads staged sources where they are: each piece is one request, and not one for each 8 KiB
+// that is copied. The next Conn has the same buffers.
+func TestStagedSource(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overNIC(t, g))
+	nic := a.F.Fabric.(*verbs.Fabric)
+	dst := onGPU(t, g, 2<<20, 1)
+	refused()
+	k := b.Key(t, dst)
+	for fill := range byte(2) {
+		src := onGPU(t, g, 2<<20, fill)
+		before := nic.Counts().Requests
+		a.Post(t, write(k, src, transport.Point{}))
+		until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
+		holds(t, g, dst, fill)
+		require.LessOrEqual(t, nic.Counts().Requests-before, (2<<20)/pieceOf(2<<20)+8)
+		a.C.Close()
+		b.C.Close()
+		until(t, a, b, func() bool { return len(a.F.pools) == 1 })
+		a.Done, b.Writes, b.C = nil, nil, nil
+		connect(t, a, b)
+	}
+	b.Free(t, k)
+}
+
 // TestDirectPoint: a source that the NIC reads is not read before its stream has passed the point. A frame
 // waits for it; host memory and frames that pass do not.
 func TestDirectPoint(t *testing.T) {

@@ -36,29 +36,51 @@ type sender struct {
 func (c *Conn) provide() {
 	var l sender
 	var err error
-	c.Aside(func() { err = l.open(&c.f.Calls) }, func() {
+	f := c.f
+	if n := len(f.pools); n > 0 {
+		l.pool, f.pools = f.pools[n-1], f.pools[:n-1]
+	}
+	c.Aside(func() { err = l.open(f) }, func() {
 		if c.sender = l; err != nil {
+			c.sender.close(f)
 			c.Fail(err)
 		}
 	})
 }
 
-func (l *sender) open(calls *gpu.Calls) (err error) {
-	if l.pool, err = calls.Map(buffers*pieceMost + 4096); err != nil {
-		return err
+func (l *sender) open(f *Fabric) (err error) {
+	if l.pool.Len == 0 {
+		if l.pool, err = f.newPool(); err != nil {
+			return err
+		}
 	}
 	l.word = l.pool.Word(buffers * pieceMost)
+	l.word.Here.Store(0) // a Conn before this one may have had the pool
 	l.buffers = 1<<buffers - 1
-	if l.stream, err = calls.Dev.NewStream(); err != nil {
-		calls.Unmap(l.pool.Region)
-		*l = sender{}
-	}
+	l.stream, err = f.Calls.Dev.NewStream()
 	return err
 }
 
+// newPool makes the buffers of a sender, and registers them where inner reads sources by their registrations: others it
+// copies. That may fail for want of locked memory, and is no error.
+func (f *Fabric) newPool() (gpu.Pinned, error) {
+	p, err := f.Calls.Map(buffers*pieceMost + 4096)
+	if err == nil && f.Fabric.Caps().LocalKeys {
+		_, _ = f.Fabric.Register(mem.Region{Addr: p.Addr, Len: buffers * pieceMost})
+	}
+	return p, err
+}
+
+// close leaves the pool to another Conn. If the device is broken, it may still be written to.
 func (l *sender) close(f *Fabric) {
 	f.Calls.FreeStream(l.stream)
-	f.Calls.Unmap(l.pool.Region)
+	switch {
+	case l.pool.Len == 0:
+	case l.broken:
+		f.broken = append(f.broken, l.pool)
+	default:
+		f.pools = append(f.pools, l.pool)
+	}
 	*l = sender{}
 }
 

@@ -53,6 +53,8 @@ type Fabric struct {
 	regions map[uint64]*region // GPU memory, by the IDs of its keys
 	in      landing
 	direct  direct
+	// The buffers of senders that have ended. Inner knows them for as long as it is open.
+	pools, broken []gpu.Pinned
 }
 
 // Wrap puts a Fabric over inner, which the Fabric's Close closes. With an error, inner is
@@ -117,5 +119,9 @@ func (f *Fabric) Free() {
 		r.Discard()
 	}
 	clear(f.regions)
+	for _, p := range append(f.pools, f.broken...) {
+		f.Calls.Unmap(p.Region)
+	}
+	f.pools, f.broken = nil, nil
 	f.in.close(f)
 }
