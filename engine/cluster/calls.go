@@ -9,15 +9,16 @@ import (
 
 // ownCall is a barrier call of this member that is not over.
 type ownCall struct {
-	seq      uint64
+	seq      uint64 // its caller's
+	sent     uint64 // its number on the wire: that of the first caller, if this one goes on with a call
 	flags    wire.BarrierFlags
 	left     bool // its caller has given it up
 	released bool // after that
 }
 
 // Barrier begins a call of a barrier; Released with the number seq ends it,
-// and may be among the outputs of this very call. A Lost that names it and Ended
-// end it too. While a member is lost a barrier cannot be called, and the loss is
+// and may be among the outputs of this very call. A Lost or an Overdue that names it
+// and Ended end it too. While a member is lost a barrier cannot be called, and the loss is
 // the error, unless this member is patient. Without a scheduler the call waits
 // for the next one.
 func (m *Member) Barrier(now int64, f wire.BarrierFlags) (seq uint64, out []Output, err error) {
@@ -36,8 +37,10 @@ func (m *Member) Barrier(now int64, f wire.BarrierFlags) (seq uint64, out []Outp
 	i := slices.IndexFunc(m.calls, func(c ownCall) bool { return c.left && c.flags == f })
 	switch {
 	case i >= 0:
-		seq = m.calls[i].seq
-		if m.calls[i].left = false; m.calls[i].released {
+		m.seq++
+		seq = m.seq // another number, because the first caller may not know yet that its call is over
+		m.calls[i].seq, m.calls[i].left = seq, false
+		if m.calls[i].released {
 			m.released(i)
 		}
 		return seq, m.out, nil
@@ -45,30 +48,27 @@ func (m *Member) Barrier(now int64, f wire.BarrierFlags) (seq uint64, out []Outp
 		return 0, nil, fmt.Errorf("cluster: %v: %d barrier calls are already pending (wait for them first)", f, len(m.calls))
 	}
 	m.seq++
-	m.calls = append(m.calls, ownCall{seq: m.seq, flags: f})
+	m.calls = append(m.calls, ownCall{seq: m.seq, sent: m.seq, flags: f})
 	if m.agreed {
 		m.call(m.seq, f)
 	}
 	return m.seq, m.out, nil
 }
 
-// callOf is the index of a barrier call; -1: it is over.
-func (m *Member) callOf(seq uint64) int {
-	return slices.IndexFunc(m.calls, func(c ownCall) bool { return c.seq == seq })
-}
-
 // GiveUp says that nobody waits for a barrier call any more. The member has
 // reached the barrier all the same: the next call of the same kind goes on with
 // this one.
 func (m *Member) GiveUp(seq uint64) {
-	if i := m.callOf(seq); i >= 0 {
-		m.calls[i].left = true
+	for i := range m.calls {
+		if c := &m.calls[i]; c.seq == seq {
+			c.left = true
+		}
 	}
 }
 
 // release ends a barrier call, or notes that it has ended.
 func (m *Member) release(v *wire.Release) error {
-	i := m.callOf(v.Seq)
+	i := slices.IndexFunc(m.calls, func(c ownCall) bool { return c.sent == v.Seq })
 	switch {
 	case i < 0 || m.calls[i].released:
 		return fmt.Errorf("cluster: barrier call %d was released, and is not pending", v.Seq)
@@ -96,12 +96,23 @@ func (m *Member) abandon() (seqs []uint64) {
 	return seqs
 }
 
+// giveUpAll gives up all barrier calls and returns those that somebody waits for. The scheduler
+// still has them, so the next call of the same kind goes on with each.
+func (m *Member) giveUpAll() (seqs []uint64) {
+	for i := range m.calls {
+		if c := &m.calls[i]; !c.left {
+			seqs, c.left = append(seqs, c.seq), true
+		}
+	}
+	return seqs
+}
+
 // callAgain sends the barrier calls that are not released: the scheduler has
 // none of this view yet.
 func (m *Member) callAgain() {
 	for _, c := range m.calls {
 		if m.agreed && !c.released {
-			m.call(c.seq, c.flags)
+			m.call(c.sent, c.flags)
 		}
 	}
 }

@@ -201,7 +201,7 @@ func (m *Member) tick() {
 	for i := range m.losses {
 		if l := &m.losses[i]; m.now >= l.until {
 			l.until = Never
-			m.emit(Output{Kind: Overdue, Err: l.err, Seqs: m.abandon()})
+			m.emit(Output{Kind: Overdue, Err: l.err, Seqs: m.giveUpAll()})
 		}
 	}
 	switch {

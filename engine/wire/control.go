@@ -210,8 +210,8 @@ func (f BarrierFlags) String() string {
 	return s
 }
 
-// Barrier says that a member has reached a barrier. Seq is the member's own
-// count of its calls, from 1. View is the roster's as the member knows it: a
+// Barrier says that a member has reached a barrier. Seq is a number of the
+// member's, larger than that of its last call. View is the roster's as the member knows it: a
 // call from before a loss is over.
 type Barrier struct {
 	Flags BarrierFlags
