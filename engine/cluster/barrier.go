@@ -56,6 +56,19 @@ func (s *Scheduler) barrier(c *conn, v *wire.Barrier) error {
 	return nil
 }
 
+// uncall takes out the calls of the member that had a seat.
+func (s *Scheduler) uncall(seat int) {
+	for k := range s.barriers {
+		b := &s.barriers[k]
+		for i, q := range b.calls {
+			b.calls[i] = slices.DeleteFunc(q, func(v call) bool { return s.seat(&v.c.Member) == seat })
+			if len(q) != 0 && len(b.calls[i]) == 0 {
+				b.here--
+			}
+		}
+	}
+}
+
 // party is the index of c among the parties of a barrier, and their number.
 func (s *Scheduler) party(c *conn, f wire.BarrierFlags) (i, n int) {
 	size := s.shape.GroupSize

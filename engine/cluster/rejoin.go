@@ -75,6 +75,7 @@ func (s *Scheduler) admit(c *conn, m *wire.Member) {
 // announce makes m the owner of its seat.
 func (s *Scheduler) announce(m *wire.Member) {
 	s.known[s.seat(m)] = *m
+	s.uncall(s.seat(m)) // the calls of one that has left are not those of its successor
 	if m.Role == wire.RoleWorker {
 		for _, c := range s.seats {
 			if c != nil {
