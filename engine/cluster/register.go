@@ -19,6 +19,7 @@ func (s *Scheduler) register(c *conn, g *wire.Register) error {
 		return nil
 	}
 	why := s.judge(g)
+	g.State = wire.Present
 	if c.any = g.Any; g.Any {
 		g.Rank, g.Group = NoRank, NoRank
 	}

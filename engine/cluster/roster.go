@@ -83,7 +83,7 @@ func (m *Member) isLost(l *wire.Lost) error {
 		return nil
 	}
 	seat := seatOf(m.cfg.Shape, l.Role, l.Rank)
-	if seat < 0 || m.roster[seat].State == wire.Gone {
+	if seat < 0 {
 		return fmt.Errorf("cluster: %s is lost, but is not a member", who(l.Role, l.Rank))
 	}
 	m.view = l.View
@@ -103,8 +103,9 @@ func (m *Member) lost(seat int, e *LostError) {
 	m.callAgain()
 }
 
-// miss counts a member among those that are gone.
+// miss counts a member among those that are gone. It may have been one of them before.
 func (m *Member) miss(seat int, e *LostError) {
+	m.losses = slices.DeleteFunc(m.losses, func(l loss) bool { return l.seat == seat })
 	l := loss{seat, e, Never}
 	if m.cfg.Patient {
 		l.until = m.now + int64(m.cfg.Timing.Rejoin)
@@ -173,7 +174,6 @@ func (m *Member) agree(r *wire.Roster) error {
 		switch {
 		case v.State == wire.Gone && (was.State != wire.Gone || was.Epoch != v.Epoch):
 			m.roster[i] = v
-			m.losses = slices.DeleteFunc(m.losses, func(l loss) bool { return l.seat == i })
 			m.lost(i, lostBefore(&v))
 		case v.State != wire.Gone && was.Epoch != v.Epoch:
 			m.joined(i, v)
