@@ -104,7 +104,7 @@ func (s *Scheduler) comesBack(c *conn, g *wire.Register) (why string) {
 			return isThere(c)
 		}
 		s.resume(g.Known)
-	} else if g.Known.View > s.heard {
+	} else if s.resumed && g.Known.View > s.heard && s.knows(g.Known) {
 		s.learn(g.Known)
 	}
 	if old := s.seats[seat]; old != nil && old.Epoch == g.Epoch {
@@ -131,10 +131,21 @@ func (s *Scheduler) whole(ms []wire.Member) bool {
 	return len(ms) == len(s.seats)
 }
 
+// knows reports whether r is of the cluster of this scheduler: a process of another one has no run
+// in common with it.
+func (s *Scheduler) knows(r *wire.Roster) bool {
+	for i := range r.Members {
+		if r.Members[i].Epoch == s.known[i].Epoch {
+			return true
+		}
+	}
+	return false
+}
+
 // resume makes this the scheduler of the cluster that r is the roster of. Those
 // who have registered so far are new, and follow those who had their seats.
 func (s *Scheduler) resume(r *wire.Roster) {
-	s.phase, s.known, s.heard = running, r.Members, r.View
+	s.phase, s.known, s.heard, s.resumed = running, r.Members, r.View, true
 	s.view = (r.View/viewsOfOne + 1) * viewsOfOne
 	s.expectBy = s.now + max(int64(patience), s.hb.timeout)
 	s.warnf("the cluster runs already: its members are collected again")
@@ -161,12 +172,18 @@ func (s *Scheduler) learn(r *wire.Roster) {
 	s.view = max(s.view, r.View)
 	for i := range r.Members {
 		m, was, c := &r.Members[i], &s.known[i], s.seats[i]
-		if s.changed[i] || m.Epoch == was.Epoch && m.State == was.State {
+		if s.changed[i] || m.Epoch == was.Epoch && (m.State == wire.Gone) == (was.State == wire.Gone) {
+			if c == nil && was.State == wire.Present { // else the member says itself whether it leaves
+				was.State = m.State
+			}
 			continue
 		}
 		if c != nil {
 			s.seats[i] = nil
 			s.seated--
+			if c.leaving {
+				s.leaving--
+			}
 			s.refuse(c, takenForLost)
 			s.unanswered(c, takenForLost)
 		}

@@ -34,7 +34,8 @@ type Scheduler struct {
 	known    []wire.Member // once the cluster runs: who has each seat, or had it last
 	view     uint64        // changes of known so far
 	era      uint64        // the view of the last loss: barrier calls from before it are over
-	heard    uint64        // the latest view that a member of an earlier scheduler had
+	resumed  bool          // it collects the members of an earlier scheduler
+	heard    uint64        // the latest view that one of them had
 	seeking  []*conn       // without a rank, and wait for one to be lost; in the order in which they came
 	changed  []bool        // seats whose owner has been lost, or has come, since then
 	barriers [wire.BarrierKinds]barrier
