@@ -10,9 +10,31 @@ import (
 	"go.uber.org/zap/zaptest/observer"
 
 	"fserver/engine/conf"
+	"fserver/engine/exchange"
 	"fserver/engine/topo"
+	"fserver/engine/transport"
 	"fserver/engine/transport/all"
+	"fserver/engine/transport/inproc"
+	"fserver/engine/wire"
 )
+
+// farAway is a Fabric whose address is too long for the roster.
+type farAway struct{ transport.Fabric }
+
+func (farAway) Addr() transport.Addr {
+	return transport.Addr("rails:" + strings.Repeat("a", wire.MaxAddr))
+}
+
+// TestLongAddress: a node whose address peers cannot be told says so when it is opened.
+func TestLongAddress(t *testing.T) {
+	net := over(inproc.New())
+	cfg := settingsOf(t, "STEPMESH_BACKEND=CPU DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 DMLC_NODE_RANK=0")
+	_, err := open(cfg, zap.NewNop(), exchange.NewBuffers(), func(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
+		list, err := net(cfg, g, log)
+		return []transport.Fabric{farAway{list[0]}}, err
+	}, nil)
+	require.ErrorContains(t, err, "aaa... has 4102 bytes, and peers are told of at most 4096: use fewer interfaces and devices (DMLC_INTERFACE)")
+}
 
 func settingsOf(t *testing.T, settings string) *conf.Config {
 	t.Helper()

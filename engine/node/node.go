@@ -286,6 +286,11 @@ func (n *Node) openPlanes(fabrics Fabrics) error {
 	if err = errors.Join(err, n.lossy(list), n.enter(list)); err != nil {
 		return err
 	}
+	for _, a := range n.addrs() {
+		if len(a) > wire.MaxAddr {
+			return badSetting("node: the address %.64s... has %d bytes, and peers are told of at most %d: use fewer interfaces and devices (DMLC_INTERFACE)", a, len(a), wire.MaxAddr)
+		}
+	}
 	n.lack = n.lacks(failed)
 	if n.scheduler == nil {
 		n.member = cluster.NewMember(cluster.MemberConfig{

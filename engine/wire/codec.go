@@ -21,7 +21,7 @@ import (
 
 // Version of the wire format. It changes with every change that an older
 // build would not understand.
-const Version = 10
+const Version = 11
 
 // Type is the first byte of every frame.
 type Type uint8

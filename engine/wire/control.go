@@ -34,7 +34,7 @@ const (
 	MaxMembers = 65536
 	MaxRoster  = 1<<20 - 1<<15 // bytes: what a transport takes as one frame, less what Register has beside it
 	MaxAddrs   = 64            // of one member
-	maxAddr    = 255           // one address, bytes
+	MaxAddr    = 4096          // one address, bytes: that of 8 devices has some 300
 	MaxHost    = 64            // name of a host, bytes
 )
 
@@ -48,7 +48,7 @@ type Member struct {
 	State    State    // in a roster
 	Pid      uint32   // number of its process on Host
 	Host     string   // name of its host, for people; at most MaxHost bytes
-	Addrs    []string // where it listens, best first; printable, at most 255 bytes each
+	Addrs    []string // where it listens, best first; printable, at most MaxAddr bytes each
 }
 
 // Name returns how messages name the member: role, rank, process and host.
@@ -81,7 +81,7 @@ func (m *Member) walk(c *codec) {
 	octet(c, "state", &m.State, Parting)
 	number(c, "process number", &m.Pid, math.MaxUint32)
 	c.words("bytes of a host name", &m.Host, MaxHost)
-	list(c, "addresses", &m.Addrs, MaxAddrs, 1, func(a *string) { c.label("bytes of an address", a, maxAddr) })
+	list(c, "addresses", &m.Addrs, MaxAddrs, 1, func(a *string) { c.label("bytes of an address", a, MaxAddr) })
 }
 
 // Shape is how large the cluster is. All nodes are configured with the same.

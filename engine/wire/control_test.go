@@ -144,6 +144,15 @@ func TestControlShort(t *testing.T) {
 	}
 }
 
+// TestRegisterOfManyDevices: one address names all devices of a transport.
+func TestRegisterOfManyDevices(t *testing.T) {
+	device := "verbs:[fe80::1234:5678:9abc:def0]:45678/fe80000000000000"
+	m := Member{Role: RoleServer, Addrs: []string{"rails:" + strings.Repeat(device+",", 7) + device}}
+	g, err := Parse[Register](Append(nil, TypeRegister, &Register{Shape: Shape{1, 1, 1}, Member: m}), TypeRegister)
+	require.NoError(t, err)
+	require.Equal(t, m, g.Member)
+}
+
 func TestControlBounds(t *testing.T) {
 	many := make([]string, MaxAddrs+1)
 	for _, c := range []struct {
@@ -157,7 +166,7 @@ func TestControlBounds(t *testing.T) {
 		{Append(nil, TypeRegister, &Register{Shape: Shape{1, 1, 1}, Member: Member{Instance: MaxMembers}}), "instance 65536"},
 		{Append(nil, TypeRegister, &Register{Shape: Shape{MaxMembers + 1, 1, 1}}), "worker groups 65537"},
 		{Append(nil, TypeRegister, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: many}}), "65 addresses"},
-		{Append(nil, TypeRegister, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: []string{strings.Repeat("a", 256)}}}), "256 bytes of an address"},
+		{Append(nil, TypeRegister, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: []string{strings.Repeat("a", MaxAddr+1)}}}), "4097 bytes of an address"},
 		{Append(nil, TypeRegister, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: []string{"a\x7f"}}}), "not printable"},
 		{Append(nil, TypeRegister, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: []string{"\xc3"}}}), "not printable"},
 		{Append(nil, TypeRegister, &Register{Shape: Shape{1, 1, 1}, Member: Member{Host: strings.Repeat("a", MaxHost+1)}}), "65 bytes of a host name"},
