@@ -185,7 +185,7 @@ func (m *Member) Done(now int64) []Output {
 
 func (m *Member) sayDone() {
 	if m.done && m.agreed {
-		m.send(wire.AppendSignal(nil, wire.TypeDone))
+		m.send(wire.Append(nil, wire.TypeDone, &wire.Done{View: m.view}))
 	}
 }
 

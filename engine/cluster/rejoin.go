@@ -76,14 +76,15 @@ func (s *Scheduler) admit(c *conn, m *wire.Member) {
 func (s *Scheduler) announce(m *wire.Member) {
 	s.known[s.seat(m)] = *m
 	s.uncall(s.seat(m)) // the calls of one that has left are not those of its successor
+	s.view++
 	if m.Role == wire.RoleWorker {
+		s.came = s.view
 		for _, c := range s.seats {
 			if c != nil {
 				c.done = false // it has a worker again
 			}
 		}
 	}
-	s.view++
 	s.all(wire.Append(nil, wire.TypeJoined, &wire.Joined{View: s.view, Member: *m}))
 	s.emit(Output{Kind: Joined, Members: []wire.Member{*m}})
 }

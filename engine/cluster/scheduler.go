@@ -33,6 +33,7 @@ type Scheduler struct {
 	finishes bool          // the scheduler is about to go
 	known    []wire.Member // once the cluster runs: who has each seat, or had it last
 	view     uint64        // changes of known so far
+	came     uint64        // the view in which the last worker has come
 	era      uint64        // the view of the last loss: barrier calls from before it are over
 	resumed  bool          // it collects the members of an earlier scheduler
 	heard    uint64        // the latest view that one of them had
@@ -318,8 +319,12 @@ func (s *Scheduler) frame(c *conn, data []byte) {
 	case t == wire.TypeTaken:
 		err = with(data, func(v *wire.Taken) error { return s.answer(c, v) })
 	case t == wire.TypeDone && s.phase == running && c.Role == wire.RoleServer:
-		err = wire.ParseSignal(data)
-		c.done, s.parting = true, true
+		err = with(data, func(d *wire.Done) error {
+			if d.View >= s.came { // else it has crossed the news of a worker
+				c.done, s.parting = true, true
+			}
+			return nil
+		})
 	case t == wire.TypeLeave && s.phase == running && !c.leaving:
 		if err = wire.ParseSignal(data); err == nil {
 			s.wantsToLeave(c)

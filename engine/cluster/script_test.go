@@ -631,15 +631,19 @@ func describe(b []byte) string {
 			}
 			return fmt.Sprintf("roster of %d", len(ms.Members))
 		}
-	case wire.TypeReady, wire.TypeGo, wire.TypeLeave, wire.TypeLeft, wire.TypePing, wire.TypeDone:
+	case wire.TypeReady, wire.TypeGo, wire.TypeLeave, wire.TypeLeft, wire.TypePing:
 		if wire.ParseSignal(b) == nil {
 			return map[wire.Type]string{
-				wire.TypeReady: "ready", wire.TypeGo: "go", wire.TypeLeave: "leave", wire.TypeLeft: "left", wire.TypePing: "ping", wire.TypeDone: "done",
+				wire.TypeReady: "ready", wire.TypeGo: "go", wire.TypeLeave: "leave", wire.TypeLeft: "left", wire.TypePing: "ping",
 			}[t]
 		}
 	case wire.TypeJoined:
 		if j, err := wire.Parse[wire.Joined](b, wire.TypeJoined); err == nil {
 			return fmt.Sprintf("joined %v %d, view %d", j.Role, j.Rank, j.View)
+		}
+	case wire.TypeDone:
+		if d, err := wire.Parse[wire.Done](b, wire.TypeDone); err == nil {
+			return fmt.Sprintf("done, view %d", d.View)
 		}
 	case wire.TypeBarrier:
 		if v, err := wire.Parse[wire.Barrier](b, wire.TypeBarrier); err == nil {

@@ -159,7 +159,7 @@ func (j *Joined) walk(c *codec) {
 }
 
 // AppendSignal appends a frame that is its type alone: Ready, Go, Leave, Left,
-// Heartbeat, Ping, Done, Bye.
+// Heartbeat, Ping, Bye.
 func AppendSignal(dst []byte, t Type) []byte { return append(dst, byte(t)) }
 
 // ParseSignal checks that a frame is its type alone.
@@ -251,6 +251,12 @@ func (l *Lost) walk(c *codec) {
 	c.reason("bytes of an address", &l.Address, maxReason)
 	c.reason("bytes of a reason", &l.Reason, maxReason)
 }
+
+// Done says that all workers of a server have left. View is the roster's as the server
+// knows it: a worker that has come since then is not one of them.
+type Done struct{ View uint64 }
+
+func (d *Done) walk(c *codec) { number(c, "view", &d.View, math.MaxUint64) }
 
 // Text is what a Refuse, a Waiting and an Up say: why a member is turned away, what the cluster
 // waits for, and, in a worker's, why it has taken no better way.

@@ -56,7 +56,7 @@ var control = []struct {
 	{"joined", Append(nil, TypeJoined, &Joined{300, member}), again[Joined](TypeJoined)},
 	{"ping", AppendSignal(nil, TypePing), signal},
 	{"waiting", Append(nil, TypeWaiting, &Text{"1 of 2 members have registered; missing: worker 0"}), again[Text](TypeWaiting)},
-	{"done", AppendSignal(nil, TypeDone), signal},
+	{"done", Append(nil, TypeDone, &Done{300}), again[Done](TypeDone)},
 	{"send to one", Append(nil, TypeSend, &Send{300, Destination{ToWorkers, 5, 0x1122334455667788}, Data("hello")}), again[Send](TypeSend)},
 	{"send to groups", Append(nil, TypeSend, &Send{1, Destination{ToScheduler | ToServers, All, 0}, nil}), again[Send](TypeSend)},
 	{"message", Append(nil, TypeMessage, &Message{RoleServer, 5, 0x1122334455667788, Data("hello")}), again[Message](TypeMessage)},
