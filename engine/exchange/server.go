@@ -220,7 +220,7 @@ func (s *Server) Drain() {
 		c.answers[t.class()].push(t)
 	}
 	for _, c := range s.clients {
-		if c.held = false; c.waiting()+c.replies.len()+len(c.recalled) != 0 || !c.empty() {
+		if c.held = false; !s.Quiet(c.index) {
 			s.advance(c)
 		}
 	}
@@ -233,6 +233,12 @@ func (c *client) waiting() (n int) {
 		n += c.answers[i].len()
 	}
 	return n
+}
+
+// Quiet reports whether all that worker i is to be told is posted.
+func (s *Server) Quiet(i int) bool {
+	c := s.clients[i]
+	return c.empty() && c.waiting()+c.replies.len()+len(c.recalled) == 0
 }
 
 // put frees r.

@@ -360,6 +360,7 @@ func (n *Node) leave() {
 		}
 		return
 	}
+	n.side.Drain() // a thread that has answered may not have come to it
 	n.stepAll(peers.Leaving)
 	n.outputs(n.member.Leave(trace.Now()))
 }

@@ -185,7 +185,7 @@ func (n *Node) unlink(l *link) {
 	switch {
 	case l.kind == linkPeer:
 		l.plane.peers--
-		l.peer.link = nil
+		l.peer.link, l.peer.parts = nil, false
 	case n.controls[l.id] == l:
 		delete(n.controls, l.id)
 	}

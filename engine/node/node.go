@@ -92,6 +92,7 @@ type Node struct {
 	met       bool                     // all peers are connected
 	sayAt     int64                    // when to say whom the cluster waits for
 	said      string                   // about that
+	byes      bool                     // some are to be said
 	stuck     []*link                  // with frames that back-pressure held up
 	ailing    []*link                  // that take no more, and are to be ended
 	frame     [1]transport.Op

@@ -87,6 +87,35 @@ func TestHostMemoryBehindAStream(t *testing.T) {
 	}
 }
 
+// TestStopBehindAStream: a server that stops after its answers says Bye behind them, also behind one that
+// waits for a stream.
+func TestStopBehindAStream(t *testing.T) {
+	for _, progress := range []string{"caller", "thread"} {
+		t.Run(progress, func(t *testing.T) {
+			m, g, stream, open := heldPair(t, "tcp", "FSERVER_PROGRESS="+progress)
+			worker, server := m.workers[0], m.servers[0]
+			x, y := tensor(t, 1, 64), tensor(t, 2, 64)
+			id := pushPull(t, worker, []exchange.Tensor{x}, []exchange.Tensor{y})
+			b, err := getBatch(server)
+			require.NoError(t, err)
+			answer, err := server.BeginAnswer()
+			require.NoError(t, err)
+			require.NoError(t, answer.AddPush(x))
+			require.NoError(t, server.After(answer, uint64(stream)))
+			require.NoError(t, server.Respond(b.reqs[0].handler, answer))
+			server.Flush()
+			require.Equal(t, ErrAgain, server.Stop(50*time.Millisecond))
+			require.Equal(t, ErrAgain, worker.Wait(id, 50*time.Millisecond, true))
+			open()
+			require.NoError(t, wait(worker, id))
+			require.NoError(t, g.FreeStream(stream))
+			require.ErrorContains(t, wait(worker, pushPull(t, worker, nil, []exchange.Tensor{y})), hasLeft)
+			m.stop()
+			m.letGo(t)
+		})
+	}
+}
+
 // TestDeviceWaits: where the Fabric takes points, the device waits for the stream, and no word is made.
 func TestDeviceWaits(t *testing.T) {
 	for _, transport := range []string{"tcp", "cudaipc"} {

@@ -38,6 +38,7 @@ type peer struct {
 	link  *link              // nil: no connection stands
 	at    string             // the remote address of the last one
 	stop  context.CancelFunc // of the dial under way, or nil
+	parts bool               // a Bye is to be said over link
 }
 
 // meetPeers makes the peers, which nobody has named yet.
@@ -120,7 +121,8 @@ func (n *Node) act(p *peer, o peers.Output) {
 		n.side.Up(p.index, p.Member().Rank, p.link.plane.Fabric, p.link.conn)
 		n.meet()
 	case peers.SayBye:
-		n.sendFrame(p.link, wire.AppendSignal(nil, wire.TypeBye))
+		p.parts, n.byes = true, true
+		n.sayByes()
 	case peers.Part:
 		n.channels.Left(p.index)
 		n.side.Left(p.index, o.Err)
@@ -136,6 +138,22 @@ func (n *Node) act(p *peer, o peers.Output) {
 		n.fail(closedError(o.Err))
 	case peers.Warn:
 		n.log.Warn(p.Member().Name()+" cannot be reached", zap.Error(o.Err))
+	}
+}
+
+// sayByes says the Byes that are due. That of a server waits until all answers to the worker are
+// posted: what comes later is no answer for the worker.
+func (n *Node) sayByes() {
+	n.byes = false
+	for _, p := range n.peers {
+		switch {
+		case !p.parts:
+		case n.server != nil && !n.server.Quiet(p.index):
+			n.byes = true
+		default:
+			p.parts = false
+			n.sendFrame(p.link, wire.AppendSignal(nil, wire.TypeBye))
+		}
 	}
 }
 

@@ -24,14 +24,14 @@ func (n work) Look(now int64) {
 
 // Pass implements progress.Work.
 func (n work) Pass(now int64, all bool) (found int, ended bool) {
-	n.side.Drain()
+	n.Drain()
 	n.unstick()
 	ailing := n.ailing
 	n.ailing = nil
 	found = n.poll(all)
 	carried := n.attend(now)
 	if found == 0 || carried > 0 { // else there is another pass; a Poll that ends back-pressure may find nothing
-		n.side.Drain()
+		n.Drain()
 		n.unstick()
 	}
 	found += carried
@@ -58,7 +58,12 @@ func (n work) Next() int64 {
 func (n *Node) reschedule() { n.driver.Schedule(work{n}.Next()) }
 
 // Drain implements progress.Work.
-func (n work) Drain() { n.side.Drain() }
+func (n work) Drain() {
+	n.side.Drain()
+	if n.byes {
+		n.sayByes()
+	}
+}
 
 // News implements progress.Work.
 func (n work) News() bool { return n.table.News() }
