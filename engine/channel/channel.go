@@ -283,6 +283,22 @@ func parting(channel string, i int) error {
 // a peer has closed its side.
 func (ch *Channel) Err() error { return ch.Missing(func(int) bool { return true }) }
 
+// Closed returns how many peers have closed their sides, and one more if the channel has ended. Safe from
+// any goroutine.
+func (ch *Channel) Closed() (n int) {
+	ch.of.mu.Lock()
+	defer ch.of.mu.Unlock()
+	for i := range ch.peers {
+		if ch.peers[i].parted {
+			n++
+		}
+	}
+	if ch.err != nil {
+		n++
+	}
+	return n
+}
+
 // Attach has the requests of the channel come to q. To be called before others know the channel.
 func (ch *Channel) Attach(q Queue) { ch.queue = q }
 

@@ -134,10 +134,12 @@ func (n *Node) TakeOn(h uint64, s BatchSink, limit time.Duration, spin bool) err
 	if err != nil {
 		return err
 	}
+	closed := 0 // peers that have closed their sides and whose parts of the message are here
 	for end := trace.Now() + int64(min(limit, forever)); ; limit = time.Duration(end - trace.Now()) {
-		if !n.driver.Await(func() bool { return ch.Taken() || ch.Err() != nil }, limit, spin) {
+		if !n.driver.Await(func() bool { return ch.Taken() || ch.Closed() > closed }, limit, spin) {
 			return ErrAgain
 		}
+		closed = ch.Closed()
 		if err := ch.Err(); err != nil && !ch.Taken() {
 			if isOver(err) && !n.driver.Await(ch.Taken, min(limit, afterwards), false) {
 				n.driver.Under(func() { err = ch.Untaken() })

@@ -114,3 +114,44 @@ func channelsOf(t *testing.T, way ...string) {
 	require.ErrorIs(t, s.WatchChannel(other, word.Addr), errClosed)
 	require.NoError(t, s.CloseChannel(dropped, "", -1)) // its word is gone
 }
+
+// TestChannelHalfClosed: one worker has sent its part of a message and closed its side, and the other one may
+// still send its part. A wait for the message ends in time.
+func TestChannelHalfClosed(t *testing.T) {
+	m := newMesh(t, openFabrics, shape{2, 1, 1})
+	s := m.servers[0]
+	at, err := s.OpenChannel("decode")
+	require.NoError(t, err)
+	var from []uint64
+	for i, w := range m.workers {
+		h, err := w.OpenChannel("decode")
+		require.NoError(t, err)
+		from = append(from, h)
+		require.NoError(t, w.TellChannel(h, 0, "a"))
+		require.NoError(t, s.TellChannel(at, i, "b"))
+	}
+	push := func(i int) {
+		p, err := m.workers[i].BeginPushPull()
+		require.NoError(t, err)
+		require.NoError(t, p.AddPush(tensor(t, 1, 9)))
+		require.NoError(t, m.workers[i].PushPullOn(from[i], p))
+	}
+	var b batch
+	push(0)
+	require.NoError(t, m.workers[0].CloseChannel(from[0], "", -1))
+	require.Eventually(t, func() bool { return isOver(s.ChannelState(at, 0)) }, 20*time.Second, time.Millisecond)
+	require.Equal(t, ErrAgain, s.TakeOn(at, &b, 50*time.Millisecond, false))
+	require.Equal(t, ErrAgain, s.TakeOn(at, &b, afterwards+50*time.Millisecond, false))
+	push(1)
+	require.NoError(t, retried(func() error { return s.TakeOn(at, &b, 20*time.Second, true) }))
+	require.Len(t, b.reqs, 2)
+	require.True(t, isOver(s.TakeOn(at, &b, 20*time.Second, true)))
+
+	waits := make(chan error, 1)
+	push(1)
+	go func() { waits <- retried(func() error { return s.TakeOn(at, &batch{}, 20*time.Second, true) }) }()
+	require.NoError(t, m.workers[1].CloseChannel(from[1], "", -1))
+	require.True(t, isOver(<-waits))
+	require.NoError(t, s.CloseChannel(at, "", 20*time.Second))
+	m.stop()
+}
