@@ -22,12 +22,21 @@ const maxLoans = 2 * wire.MaxTensors
 // Lent takes a loan with a number from worker i, and in any case the hold on its view.
 func (s *Server) Lent(i int, of uint32, span mem.Span, view *mem.View) error {
 	c := s.clients[i]
+	if c.conn == nil {
+		_ = view.Drop()
+		return c.early()
+	}
 	if len(c.loans) == maxLoans {
 		_ = view.Drop()
 		return fmt.Errorf("exchange: worker %d lent more than %d tensors that no request has named", c.rank, maxLoans)
 	}
 	c.loans = append(c.loans, loan{of, span, view})
 	return nil
+}
+
+// early is the error for a worker that does not wait for the answer to its Up.
+func (c *client) early() error {
+	return fmt.Errorf("exchange: worker %d (by group) sent more than an Up before it was answered", c.index)
 }
 
 // lent is the place of the first loan of a request, or -1.

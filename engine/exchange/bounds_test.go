@@ -9,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"fserver/engine/trace"
 	"fserver/engine/transport"
 	"fserver/engine/wire"
 )
@@ -160,5 +161,18 @@ func TestPlansOfChannelsHaveTheirNumbers(t *testing.T) {
 		require.Empty(t, batch[at].on)
 		require.Equal(t, planShare+at, channel[at].number)
 		require.Equal(t, "a", channel[at].on)
+	}
+}
+
+// TestBeforeUp: a worker that the server has not answered yet breaks the protocol with any frame.
+func TestBeforeUp(t *testing.T) {
+	s, err := NewServer(2, NewBuffers(), new(trace.Counters), inline)
+	require.NoError(t, err)
+	t.Cleanup(func() { s.Over(); require.NoError(t, s.Close()); require.NoError(t, s.Free()) })
+	for name, frame := range map[string][]byte{
+		"regroup": wire.Append(nil, wire.TypeRegroup, &wire.Regroup{Runs: 1, Back: true}),
+		"need":    wire.Append(nil, wire.TypeNeed, &wire.Needs{{Key: 1, Bytes: 8}}),
+	} {
+		require.ErrorContains(t, s.Frame(1, frame), "more than an Up", name)
 	}
 }

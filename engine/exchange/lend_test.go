@@ -257,12 +257,18 @@ func TestBrokenLoans(t *testing.T) {
 	require.NoError(t, p.servers[0].Lent(0, 9, span, view))
 	require.ErrorContains(t, p.servers[0].Frame(0, wire.AppendRequest(nil, &wire.Request{Seq: 9, Push: []wire.Pushed{{Rows: 16, Bytes: 16, Lent: true}}})), "a registered buffer")
 	p.servers[0].Lose(0, errors.New("gone"))
+	span, view = show(x.Span)
+	require.ErrorContains(t, p.servers[0].Lent(0, 9, span, view), "more than an Up")
+	require.Zero(t, views(t))
+	span, view = show(x.Span)
+	p.servers[0].Up(0, 0, newFabric(), &wireConn{room: 10})
 	var last error
 	for i := 0; i <= maxLoans; i++ {
 		view.Hold()
 		last = p.servers[0].Lent(0, 9, span, view)
 	}
 	require.ErrorContains(t, last, "more than 8192 tensors")
+	require.NoError(t, view.Drop())
 	require.NoError(t, p.servers[0].Close())
 	require.Zero(t, views(t))
 }

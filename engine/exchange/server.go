@@ -338,6 +338,9 @@ func (s *Server) Done(user uint64, err error) {
 // keep to the protocol.
 func (s *Server) Frame(i int, b []byte) error {
 	c := s.clients[i]
+	if c.conn == nil {
+		return c.early()
+	}
 	switch wire.FrameType(b) {
 	case wire.TypeRequest:
 		return s.request(c, b)

@@ -81,16 +81,22 @@ func (n *Node) protocol(l *link, err error) error {
 
 // lent takes a loan, and with it the hold on its view.
 func (n *Node) lent(l *link, ev *transport.Event) error {
-	if l.kind == linkPeer && n.server != nil {
+	if l.kind == linkPeer && n.server != nil && n.failed() == nil {
 		return n.server.Lent(l.peer.index, ev.Loan, ev.Span, ev.View)
 	}
 	_ = ev.View.Drop()
+	if n.failed() != nil {
+		return nil
+	}
 	return errors.New("node: the peer lent memory on a connection that does not accept loans")
 }
 
 // data takes a frame of a peer.
 func (n *Node) data(l *link, ev *transport.Event) error {
 	p := l.peer
+	if n.failed() != nil { // there is no path to answer by
+		return nil
+	}
 	if !p.Heard() { // the server answers the Up
 		err := l.told(n, ev)
 		if err == nil {

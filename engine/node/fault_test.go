@@ -15,6 +15,7 @@ import (
 	"fserver/engine/exchange"
 	"fserver/engine/transport"
 	"fserver/engine/transport/all"
+	"fserver/engine/transport/inproc"
 	"fserver/engine/transport/tcp"
 	"fserver/engine/wire"
 )
@@ -328,4 +329,21 @@ func TestDoneAfterDown(t *testing.T) {
 		return over
 	}, 10*time.Second, time.Millisecond)
 	m.stop()
+}
+
+// TestFramesAfterFailure: a server that has failed takes no notice of what its workers still send.
+func TestFramesAfterFailure(t *testing.T) {
+	m := newMesh(t, over(inproc.New()), shape{1, 1, 1})
+	w, s := m.workers[0], m.servers[0]
+	broken := errors.New("the device is gone")
+	require.True(t, s.driver.Under(func() { s.fail(broken) }))
+	id := pushPull(t, w, []exchange.Tensor{tensor(t, 1, 4)}, nil) // for which it sends a Need
+	require.Equal(t, ErrAgain, w.Wait(id, 100*time.Millisecond, false))
+	require.True(t, s.driver.Under(func() {
+		for i := range s.peers {
+			require.NoError(t, s.data(s.peers[i].link, &transport.Event{Data: wire.Append(nil, wire.TypeRegroup, &wire.Regroup{Runs: 7})}))
+		}
+	}))
+	require.False(t, s.driver.Stopped())
+	require.Equal(t, broken, s.failed())
 }
