@@ -332,6 +332,20 @@ func (ks *keys) letGo(regs []*registration) (over []freed) {
 	return over
 }
 
+// calm is what may still write with keys of peers that are lost.
+func (ks *keys) calm(regs []*registration) (q quiet) {
+	ks.mu.Lock()
+	defer ks.mu.Unlock()
+	var last *keyring
+	for _, r := range regs {
+		if r != nil && r.ring != last {
+			last = r.ring
+			q = append(q, last.calm...)
+		}
+	}
+	return q
+}
+
 // forget ends the keys of an allocation that is gone, when no ticket names them any more.
 func (ks *keys) forget(alloc uint64) {
 	ks.mu.Lock()

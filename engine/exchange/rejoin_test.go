@@ -4,6 +4,7 @@ import (
 	"errors"
 	"maps"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -412,4 +413,42 @@ func TestFixedMemory(t *testing.T) {
 		p.w.Up(0, 10, p.wf, p.to[0])
 	}
 	require.Zero(t, p.buffers.Len())
+}
+
+// TestBackOverAnotherFabric: a push_pull is sent again over another Fabric when the lost Conn has ended. The last
+// writes of that would come on top of the answer.
+func TestBackOverAnotherFabric(t *testing.T) {
+	p := newPair(t, 1)
+	aside := make(chan struct{}, 1)
+	p.w.Patient, p.w.Aside = true, func(f func()) {
+		go func() {
+			f()
+			aside <- struct{}{}
+		}()
+	}
+	y := bytesOf(t, 0, 8, 0)
+	id, err := p.pushPull(nil, []Tensor{y})
+	require.NoError(t, err)
+	require.NoError(t, p.settle())
+	lost := p.to[0]
+	p.w.Lose(0, errGone)
+	p.servers[0].Lose(0, errGone)
+	other := newFabric()
+	p.wf, p.to[0], p.from[0] = other, &wireConn{room: 1000, of: other}, &wireConn{room: 1000, of: p.sf[0]}
+	p.servers[0].Up(0, 0, p.sf[0], p.from[0])
+	p.meet(0, other)
+	p.w.Drain()
+	select {
+	case <-aside:
+		t.Fatal("it was registered while the lost Conn could write")
+	case <-time.After(20 * time.Millisecond):
+	}
+	require.Empty(t, other.keys)
+	p.w.Closed(lost)
+	<-aside
+	require.NoError(t, p.settle())
+	require.NoError(t, p.respond(0, p.take(0)[0], bytesOf(t, 0, 8, 7)))
+	require.NoError(t, p.settle())
+	require.Equal(t, StateDone, p.state(id))
+	require.EqualValues(t, 7, y.Span.Bytes()[0])
 }

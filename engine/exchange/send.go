@@ -1,6 +1,8 @@
 package exchange
 
 import (
+	"fmt"
+
 	"fserver/engine/mem"
 	"fserver/engine/trace"
 	"fserver/engine/wire"
@@ -145,7 +147,8 @@ func (s *server) credits(t *Ticket) *leg {
 
 // keyed reports whether the pull tensors that s is to write, and what it is sent, have keys that
 // are good for it. If not, it has a helper make them anew: s was lost, or had no path, when they
-// were made.
+// were made. No answer is asked for before the lost Conn has ended, also if s is back over another
+// Fabric: its last writes would come on top of the answer.
 func (w *Worker) keyed(t *Ticket, s *server) bool {
 	first, end := w.share(t, s.index)
 	good := !t.renewing && (!s.ring.local || s.ring.at < t.rings)
@@ -158,10 +161,13 @@ func (w *Worker) keyed(t *Ticket, s *server) bool {
 	}
 	t.renewing = true
 	t.ops++
+	calm := w.keys.calm(t.regs[first:end])
 	w.keys.letGo(t.regs[first:end])
 	var err error
 	w.later(func() {
-		if err = w.acquire(t, s.index); err == nil {
+		if err = calm.wait(); err != nil {
+			err = fmt.Errorf("exchange: push_pull: %w", err)
+		} else if err = w.acquire(t, s.index); err == nil {
 			err = w.source(t)
 		}
 	}, func() {
