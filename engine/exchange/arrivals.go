@@ -54,7 +54,7 @@ func (s *Server) Attach(channel string) *Arrivals {
 	return l
 }
 
-// Detach undoes Attach. Requests that were not answered are refused.
+// Detach undoes Attach. Requests that were not answered are refused, and those of lost workers freed.
 func (s *Server) Detach(channel string) {
 	l := s.arrivals[channel]
 	delete(s.arrivals, channel)
@@ -65,7 +65,11 @@ func (s *Server) Detach(channel string) {
 	}
 	l.publish()
 	for _, r := range s.requests.strand(channel) {
-		s.turnAway(r)
+		if r.life != r.client.life.Load() {
+			s.put(r)
+		} else {
+			s.turnAway(r)
+		}
 	}
 }
 

@@ -100,6 +100,24 @@ func TestChannelRequests(t *testing.T) {
 	require.Len(t, s.requests.free, len(s.requests.all))
 }
 
+// TestLostOnChannel: a request that was delivered on a channel, and whose worker is lost, goes with the channel.
+func TestLostOnChannel(t *testing.T) {
+	p := newPair(t, 1)
+	s := p.servers[0]
+	s.Attach("a")
+	_, _ = p.through("a", 1, 100, 1)
+	require.NoError(t, p.settle())
+	handler := s.Take("a")[0].Handler()
+	s.Deliver()
+	s.Lose(0, errGone)
+	require.Empty(t, s.requests.free)
+	s.Detach("a")
+	require.Len(t, s.requests.free, 1)
+	tk, err := s.Begin()
+	require.NoError(t, err)
+	require.ErrorContains(t, s.Respond(handler, tk), "no such request")
+}
+
 // TestChannelWaitsForNobody sends messages of a channel while push_pulls beside it wait: a
 // stream that they are behind may be waiting for the message.
 func TestChannelWaitsForNobody(t *testing.T) {

@@ -52,7 +52,7 @@ type answer struct {
 
 // The life of a request. The owner moves it up to delivered; from there on a
 // caller may take it by moving it to responding, and the owner frees it. One
-// whose worker is gone becomes lost, and is freed by whoever asks for it.
+// whose worker is gone becomes lost, and is freed by whoever asks for it, or with its channel.
 const (
 	reqFree = iota
 	reqReady
@@ -187,7 +187,7 @@ func (rs *requests) strand(channel string) (found []*Request) {
 	rs.mu.Lock()
 	defer rs.mu.Unlock()
 	for _, r := range rs.all {
-		if r.channel == channel && r.state.CompareAndSwap(reqDelivered, reqReady) {
+		if r.channel == channel && (r.state.CompareAndSwap(reqDelivered, reqReady) || r.state.CompareAndSwap(reqLost, reqReady)) {
 			found = append(found, r)
 		}
 	}
