@@ -25,6 +25,7 @@ type refusing struct {
 	transport.Fabric
 	kind  wire.Type
 	left  *atomic.Int32
+	seen  func(frame []byte) // is given each frame of that type, if it is not nil
 	mu    sync.Mutex
 	conns map[transport.Conn]*refusingConn
 }
@@ -65,7 +66,13 @@ func (p *refusing) Bind(k transport.Key, c transport.Conn) error {
 
 func (c *refusingConn) Post(ops []transport.Op) (int, error) {
 	for i := range ops {
-		if ops[i].Kind == transport.OpFrame && wire.FrameType(ops[i].Frame) == c.of.kind && c.of.left.Load() > 0 {
+		if ops[i].Kind != transport.OpFrame || wire.FrameType(ops[i].Frame) != c.of.kind {
+			continue
+		}
+		if c.of.seen != nil {
+			c.of.seen(ops[i].Frame)
+		}
+		if c.of.left.Load() > 0 {
 			c.of.left.Add(-1)
 			return 0, errNeverTaken
 		}

@@ -41,6 +41,7 @@ func (n *Node) outputs(out []cluster.Output) {
 		clear(n.todo[first:])
 		n.todo = n.todo[:first]
 	}()
+	changed, gone := false, error(nil)
 	for i := range out {
 		o := n.todo[first+i]
 		switch o.Kind {
@@ -67,15 +68,7 @@ func (n *Node) outputs(out []cluster.Output) {
 			n.regroup(true, nil)
 			n.introduced(o.Peers, o.Late)
 		case cluster.Running:
-			n.cancel() // the bring-up is over
-			n.phase.CompareAndSwap(joining, running)
-			n.stepAll(peers.Running)
-			if n.server != nil {
-				n.sayDone() // they may have left before it came
-			}
-			if n.scheduler == nil { // which has said more than that
-				n.log.Info("the cluster is running")
-			}
+			n.runs()
 		case cluster.Released:
 			if b := n.barriers[o.Seq]; b != nil {
 				b.end(nil)
@@ -86,19 +79,32 @@ func (n *Node) outputs(out []cluster.Output) {
 			if e := n.sent[o.Seq]; e != nil {
 				e.end(o.Err)
 			}
-		case cluster.Lost:
-			n.nodeLost(o.Err, o.Seqs)
-			n.regroup(true, o.Err)
+		case cluster.Lost, cluster.Joined:
+			changed = true
+			if err := n.changed(&o); err != nil {
+				gone = err
+			}
 		case cluster.Overdue:
 			n.endBarriers(o.Seqs, o.Err)
-		case cluster.Joined:
-			m := &o.Members[0]
-			known := n.knownGone(m)
-			n.joined(*m)
-			n.regroup(!known, &LostError{Role: m.Role, Rank: m.Rank, Reason: replaced})
 		case cluster.Ended:
 			n.over(o.Err)
 		}
+	}
+	if changed { // once for all: the machine knows all of them already
+		n.regroup(gone != nil, gone)
+	}
+}
+
+// runs takes the news that the cluster runs.
+func (n *Node) runs() {
+	n.cancel() // the bring-up is over
+	n.phase.CompareAndSwap(joining, running)
+	n.stepAll(peers.Running)
+	if n.server != nil {
+		n.sayDone() // they may have left before it came
+	}
+	if n.scheduler == nil { // which has said more than that
+		n.log.Info("the cluster is running")
 	}
 }
 

@@ -2,13 +2,20 @@ package node
 
 import (
 	"fmt"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"go.uber.org/zap"
 
+	"fserver/engine/cluster"
+	"fserver/engine/conf"
 	"fserver/engine/exchange"
+	"fserver/engine/trace"
+	"fserver/engine/transport"
 	"fserver/engine/transport/inproc"
+	"fserver/engine/wire"
 )
 
 // call is a push_pull to two servers whose first byte says which one it is.
@@ -135,6 +142,38 @@ func TestPairsAfterAServerIsLost(t *testing.T) {
 			})
 		}
 	}
+}
+
+// TestEraOfSeveralChanges: a Roster may tell a worker of the return of a server and of the loss of a worker at
+// once. That begins an era, in whatever order they come.
+func TestEraOfSeveralChanges(t *testing.T) {
+	var told []wire.Regroup
+	net := over(inproc.New())
+	m := newMesh(t, func(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
+		list, err := net(cfg, g, log)
+		if cfg.Role == conf.Worker && cfg.Rank == 0 {
+			list[0] = &refusing{Fabric: list[0], kind: wire.TypeRegroup, left: new(atomic.Int32), conns: map[transport.Conn]*refusingConn{}, seen: func(b []byte) {
+				v, err := wire.Parse[wire.Regroup](b, wire.TypeRegroup)
+				require.NoError(t, err)
+				told = append(told, *v)
+			}}
+		}
+		return list, err
+	}, shape{2, 2, 1}, "FSERVER_ON_PEER_LOST=wait")
+	w := m.workers[0]
+	lost := func(r wire.Role, rank int, view uint64) cluster.Input {
+		return cluster.Input{Kind: cluster.Frame, Data: wire.Append(nil, wire.TypeLost, &wire.Lost{View: view, Role: r, Rank: rank})}
+	}
+	require.True(t, w.driver.Under(func() {
+		w.control(lost(wire.RoleServer, 0, 1))
+		back := *w.peers[0].Member()
+		back.Epoch++
+		told = nil
+		w.outputs(append([]cluster.Output{{Kind: cluster.Joined, Members: []wire.Member{back}}}, w.member.Step(trace.Now(), lost(wire.RoleWorker, 1, 2))...))
+		require.Len(t, told, 1)
+		require.True(t, told[0].Back)
+		require.Equal(t, w.member.Runs(), told[0].Runs)
+	}))
 }
 
 // callOf is a call of one of two workers.

@@ -193,6 +193,20 @@ func (n *Node) knownGone(m *wire.Member) bool {
 	return m.Role == wire.RoleServer && p != nil && p.Lost()
 }
 
+// changed takes the news of a loss or a successor. It returns the loss, if that begins an era.
+func (n *Node) changed(o *cluster.Output) (gone error) {
+	if o.Kind == cluster.Lost {
+		n.nodeLost(o.Err, o.Seqs)
+		return o.Err
+	}
+	m := &o.Members[0]
+	if !n.knownGone(m) {
+		gone = &LostError{Role: m.Role, Rank: m.Rank, Reason: replaced}
+	}
+	n.joined(*m)
+	return gone
+}
+
 // regroup has the workers and servers of a rail agree on what is paired with what, when one of
 // them is lost, or has a successor, as err says; nil at the start. With back the servers give
 // back what they have not delivered.
