@@ -263,6 +263,8 @@ func (m *Member) frame(data []byte) error {
 		return with(data, m.isSent)
 	case t == wire.TypeLost:
 		return with(data, m.isLost)
+	case t == wire.TypeParted && m.roster != nil:
+		return with(data, m.hasParted)
 	case t == wire.TypeJoined && m.roster != nil:
 		return with(data, m.hasJoined)
 	case t == wire.TypeLeft && m.agreed:

@@ -132,6 +132,19 @@ func (m *Member) joined(seat int, j wire.Member) {
 	m.emit(Output{Kind: Joined, Members: []wire.Member{j}})
 }
 
+// hasParted is what the scheduler says of a member that has left alone. Statuses says so; what waits
+// for it ends when its own connection says that it leaves.
+func (m *Member) hasParted(p *wire.Parted) error {
+	seat := seatOf(m.cfg.Shape, p.Role, p.Rank)
+	if seat < 0 {
+		return fmt.Errorf("cluster: %s has left, but is not a member", who(p.Role, p.Rank))
+	}
+	if v := &m.roster[seat]; v.Epoch == p.Epoch {
+		v.State = wire.Parting
+	}
+	return nil
+}
+
 // lostBefore is the loss of a member of which only the result is known.
 func lostBefore(v *wire.Member) *LostError {
 	return &LostError{v.Role, v.Rank, place(v), "the process was lost and has not been replaced yet"}
@@ -177,6 +190,8 @@ func (m *Member) agree(r *wire.Roster) error {
 			m.lost(i, lostBefore(&v))
 		case v.State != wire.Gone && was.Epoch != v.Epoch:
 			m.joined(i, v)
+		case was.State != wire.Gone:
+			m.roster[i].State = v.State // present or parting
 		}
 	}
 	m.agreed = true

@@ -402,10 +402,9 @@ func (s *Scheduler) drop(c *conn, why string) {
 	switch {
 	case c.leaving:
 		s.leaving--
-		s.logf("%s has left before the others", c.Name())
+		s.hasParted(c, "before the others")
 	case c.done:
-		s.known[s.seat(&c.Member)].State = wire.Parting
-		s.logf("%s has left after its workers", c.Name())
+		s.hasParted(c, "after its workers")
 	default:
 		err = s.lose(&c.Member, c.address(), why)
 	}
@@ -423,6 +422,13 @@ func (s *Scheduler) drop(c *conn, why string) {
 		s.err, s.emptyBy = err, s.now+s.rejoin
 	}
 	s.leaveTogether()
+}
+
+// hasParted tells everybody that a member has left, and the others go on.
+func (s *Scheduler) hasParted(c *conn, when string) {
+	s.known[s.seat(&c.Member)].State = wire.Parting
+	s.logf("%s has left %s", c.Name(), when)
+	s.all(wire.Append(nil, wire.TypeParted, &wire.Parted{Role: c.Role, Rank: c.Rank, Epoch: c.Epoch}))
 }
 
 // lose tells everybody that a member is gone.

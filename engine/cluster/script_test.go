@@ -641,6 +641,10 @@ func describe(b []byte) string {
 		if j, err := wire.Parse[wire.Joined](b, wire.TypeJoined); err == nil {
 			return fmt.Sprintf("joined %v %d, view %d", j.Role, j.Rank, j.View)
 		}
+	case wire.TypeParted:
+		if p, err := wire.Parse[wire.Parted](b, wire.TypeParted); err == nil {
+			return fmt.Sprintf("parted %v %d", p.Role, p.Rank)
+		}
 	case wire.TypeDone:
 		if d, err := wire.Parse[wire.Done](b, wire.TypeDone); err == nil {
 			return fmt.Sprintf("done, view %d", d.View)

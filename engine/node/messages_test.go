@@ -92,6 +92,22 @@ func messages(t *testing.T, way ...string) {
 	require.ErrorIs(t, err, ErrClosed)
 }
 
+// TestLeftAlone: the others are told of a member that leaves alone.
+func TestLeftAlone(t *testing.T) {
+	m := newMesh(t, over(inproc.New()), shape{2, 1, 1}, "FSERVER_STOP_TIMEOUT=1")
+	var late *TimeoutError
+	require.ErrorAs(t, retried(func() error { return m.workers[1].Stop(longest) }), &late)
+	for _, n := range []*Node{m.workers[0], m.servers[0], m.scheduler} {
+		require.Eventually(t, func() bool {
+			all, err := n.Statuses()
+			require.NoError(t, err)
+			return all[2].State == wire.Parting && all[1].State == wire.Present
+		}, longest, time.Millisecond)
+	}
+	lostWithin(t, func() error { return send(m.workers[0], to(wire.ToWorkers, 1), nil) }, "worker", 1)
+	m.stop()
+}
+
 // TestMessagesEarly: before the cluster is complete nothing is sent.
 func TestMessagesEarly(t *testing.T) {
 	m := newCluster(t, over(inproc.New()))

@@ -49,6 +49,7 @@ const (
 	TypeMessage   Type = 17 // scheduler -> member: a message of another node
 	TypeTaken     Type = 18 // member -> scheduler: I have that message, or no room for it
 	TypeSent      Type = 19 // scheduler -> member: what has become of your message
+	TypeParted    Type = 20 // scheduler -> member: a member has left, and the others go on
 
 	TypePlan     Type = 32 // worker -> server: the shape of a push-pull, under a number
 	TypeNeed     Type = 33 // worker -> server: receive buffers must grow

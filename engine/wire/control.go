@@ -258,6 +258,19 @@ type Done struct{ View uint64 }
 
 func (d *Done) walk(c *codec) { number(c, "view", &d.View, math.MaxUint64) }
 
+// Parted says that a member has left in good order before the others. Epoch tells which run of it.
+type Parted struct {
+	Role  Role
+	Rank  int
+	Epoch uint64
+}
+
+func (p *Parted) walk(c *codec) {
+	octet(c, "role", &p.Role, RoleServer)
+	number(c, "rank", &p.Rank, MaxMembers-1)
+	c.word(&p.Epoch)
+}
+
 // Text is what a Refuse, a Waiting and an Up say: why a member is turned away, what the cluster
 // waits for, and, in a worker's, why it has taken no better way.
 type Text struct{ Text string }

@@ -61,6 +61,7 @@ var control = []struct {
 	{"send to groups", Append(nil, TypeSend, &Send{1, Destination{ToScheduler | ToServers, All, 0}, nil}), again[Send](TypeSend)},
 	{"message", Append(nil, TypeMessage, &Message{RoleServer, 5, 0x1122334455667788, Data("hello")}), again[Message](TypeMessage)},
 	{"taken", Append(nil, TypeTaken, &Taken{true}), again[Taken](TypeTaken)},
+	{"parted", Append(nil, TypeParted, &Parted{RoleServer, 5, 0x1122334455667788}), again[Parted](TypeParted)},
 	{"sent", Append(nil, TypeSent, &Sent{300, WasLost, RoleServer, 5, "10.0.0.9:7000", "connection reset by peer"}), again[Sent](TypeSent)},
 }
 
