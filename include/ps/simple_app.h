@@ -247,10 +247,23 @@ private:
           run = p.run;
         }
       }
-      if (needed &&
-          (m.state == fserver::Member::kLost || (m.run && run && m.run != run)))
+      if (needed && !answers(m, timestamp) &&
+          (m.state != fserver::Member::kPresent ||
+           (m.run && run && m.run != run)))
         it->second.error = gone(m);
     }
+  }
+  // Whether a response of a node is here that has not been handled to its end. A node that has left may have
+  // answered before.
+  bool answers(const fserver::Member &m, int timestamp) const {
+    if (handled_ == timestamp)
+      return true;
+    return std::any_of(letters_in_.begin(), letters_in_.end(),
+                       [&](const detail::Letter &l) {
+                         return l.head.kind != detail::LetterHead::kRequest &&
+                                l.head.timestamp == timestamp &&
+                                l.role == m.role && l.rank == m.rank;
+                       });
   }
   static std::exception_ptr gone(const fserver::Member &m) {
     fs_error e{};
@@ -360,9 +373,11 @@ private:
       error = refused(l);
     } else {
       const Handle handle = on_response_;
+      handled_ = l.head.timestamp;
       lock.unlock();
       error = capture([&] { handle(data_of(l), this); });
       lock.lock();
+      handled_ = -1;
     }
     if (a = waits(); !a)
       return;
@@ -384,7 +399,8 @@ private:
   std::size_t bytes_in_ = 0;
   std::map<int, Asked> asked_; // by timestamp
   const int first_;
-  int next_; // timestamp
+  int next_;         // timestamp
+  int handled_ = -1; // whose response is with the handler
   bool closed_ = false, ends_ = false;
   bool handles_ = false; // set_request_handle has been called
   const std::chrono::steady_clock::time_point default_from_ =

@@ -232,6 +232,40 @@ BARE_SCENE(a_receiver_is_lost, 2, 1) {
   }
 }
 
+// A receiver that leaves in Finalize, alone, and has not answered: Wait throws. What it has answered counts, also if
+// that is handled later.
+BARE_SCENE(a_receiver_leaves, 1, 1) {
+  if (own_role() == Node::WORKER)
+    setenv("FSERVER_STOP_TIMEOUT", "1", 1);
+  StartPS(0, own_role(), -1, true);
+  std::atomic<int> asked{0}, answered{0};
+  SimpleApp app(0, 0);
+  if (IsWorker()) {
+    app.set_request_handle([&](const SimpleData &r, SimpleApp *self) {
+      if (r.head == 1)
+        self->Response(r, "answer");
+      asked++;
+    });
+    until(asked, 2);
+    EXPECT_THROW(fserver::TimeoutError, "", Finalize(0, own_role()));
+    return;
+  }
+  if (IsServer()) {
+    app.set_response_handle([&](const SimpleData &, SimpleApp *) {
+      std::this_thread::sleep_for(std::chrono::seconds(3));
+      answered++;
+    });
+    const int first = app.Request(1, "", 9), second = app.Request(0, "", 9);
+    EXPECT_THROW(fserver::PeerLostError,
+                 "worker 0 is gone, and has not answered", app.Wait(second));
+    EXPECT_EQ(answered.load(), 0);
+    app.Wait(first);
+    EXPECT_EQ(answered.load(), 1);
+    EXPECT(Postoffice::Get()->GetDeadNodes().empty());
+  }
+  Finalize(0, own_role());
+}
+
 // Closing the node ends what waits.
 BARE_SCENE(closed_while_it_waits, 1, 1) {
   StartPS(0, own_role(), -1, true);
