@@ -51,6 +51,8 @@ class Worker(Node):
 
         - Do not change the pushed tensors, and do not read the pulled ones.
         - A pull tensor belongs to the request, whether or not the request has been waited for.
+        - do not call ``share_memory_()`` on any of the tensors, or send it to another process with
+          torch.multiprocessing: torch gives it other memory, and frees that which is in use.
         - torch refuses to resize any of the tensors. A tensor whose ``resize_`` torch has refused
           has the new shape over the old memory all the same: resize it back.
 
@@ -103,8 +105,8 @@ class Worker(Node):
             RefusedError: a server's application has refused the request (``Server.fail``). The
                 error has its text.
             ShapeError: a server cannot take a pushed tensor: it is larger than what the server has
-                registered for its key, the server's torch has no such dtype, or there are too many
-                keys. Other requests are not touched.
+                registered for its key, the server's torch has no such dtype, the server has no
+                memory for it, or there are too many keys. Other requests are not touched.
             Error: this process lacks memory or descriptors for the request; the text says which.
                 The connection is made anew.
             ConfigError: the handle is unknown. The last 4,096 requests are remembered.

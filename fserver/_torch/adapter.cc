@@ -273,7 +273,8 @@ void *adopted(PyObject *o, void (*free)(void *)) {
 void share(void *storage) { Storage::reclaim_copy(impl(storage)).release(); }
 
 void drop(void *storage, int thaw) {
-  if (thaw)
+  // share_memory_() has left one that torch cannot resize any more.
+  if (thaw && impl(storage)->allocator())
     impl(storage)->set_resizable(true);
   Storage::reclaim(impl(storage));
 }

@@ -52,6 +52,20 @@ def test_tensors_live_until_the_request_has_completed(pair: Cluster) -> None:
     assert x_alive() is None and y_alive() is None
 
 
+def test_shared_memory_meanwhile(pair: Cluster) -> None:
+    """A tensor that is sent to another process gets other memory, which cannot be resized."""
+    x, y, z = torch.ones(1000), torch.zeros(1000), torch.full((1000,), 3.0)
+    h = pair.worker.push_pull([x], [0], [y], [0])
+    answer(pair, z)
+    for tensor in (x, z):
+        tensor.share_memory_()
+    pair.worker.wait(h)
+    eventually(lambda: (pair.worker.describe(), pair.server.describe()) and y.eq(3).all())
+    again, _ = x.clone(), pair.worker.push_pull([x], [0], [], [])
+    answer(pair)
+    assert again.eq(1).all()
+
+
 def refuses_to_resize(tensor: torch.Tensor) -> None:
     t = tensor.detach()  # torch has changed the shape by then
     size = t.untyped_storage().nbytes()
