@@ -66,7 +66,13 @@ def load() -> ModuleType:
                     running.enter()  # rather than import torch first
                 adapter = _adapter()
                 module = _import("fserver._C")
-                _join(module, adapter)
+                try:
+                    _join(module, adapter)
+                except LoadError:  # a compiled one may be of another container with this home
+                    given = _given(_torch()[1])
+                    if given == adapter or not given.is_file():
+                        raise
+                    _join(module, given)
                 _module = module
     return _module
 
@@ -88,7 +94,8 @@ def _remedy(package: Path) -> str:
     if (root / "setup.py").is_file():
         pip = f"{sys.executable} -m pip install --no-build-isolation --no-deps -e {root}"
         return f"run `make af` in {root}, or, for this Python, `{pip}`"
-    return f"run `{sys.executable} -m pip install --no-deps --force-reinstall fserver`"
+    wheel = "the wheel of fserver for this Python"
+    return f"run `{sys.executable} -m pip install --no-deps --force-reinstall` with {wheel}"
 
 
 def _adapter() -> Path:
@@ -96,9 +103,9 @@ def _adapter() -> Path:
     torch, else the package's adapter for its minor version, else one that is compiled now."""
     torch, version = _torch()
     made = cache.path(version)
-    if os.path.isfile(made):  # false if the folder may not be searched
+    if made and os.path.isfile(made):  # false if the folder may not be searched
         return made
-    given = _PACKAGE / "_torch" / build.file_name(version)
+    given = _given(version)
     if given.is_file():
         return given
     try:
@@ -107,6 +114,11 @@ def _adapter() -> Path:
         raise LoadError(
             f"fserver has {_adapters()}, but torch {version} is installed: {error}"
         ) from None
+
+
+def _given(version: str) -> Path:
+    """Returns the path of the package's adapter for a version of torch, which need not exist."""
+    return _PACKAGE / "_torch" / build.file_name(version)
 
 
 def _torch() -> tuple[ModuleType, str]:

@@ -23,10 +23,16 @@ class CompileError(Exception):
     the remedy in one line."""
 
 
-def path(version: str) -> Path:
+def path(version: str) -> Path | None:
     """Returns the path of a compiled adapter for exactly this torch, this Python and this fserver.
-    It is in $XDG_CACHE_HOME/fserver, by default ~/.cache/fserver. It need not exist."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    It is in $XDG_CACHE_HOME/fserver, by default ~/.cache/fserver. It need not exist. None: there is
+    neither, as for a user without a home. A folder of the current one is never taken, because what
+    is there is loaded."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(cache):
+        cache = os.path.expanduser("~/.cache")
+    if not os.path.isabs(cache):
+        return None
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     return Path(cache) / "fserver" / build.identity(HEADER) / f"{version}{suffix}"
 
@@ -47,6 +53,11 @@ def compiled(version: str, torch: Path, again: bool = False) -> Path:
     """
     try:
         made = path(version)
+        if made is None:
+            raise CompileError(
+                "an adapter cannot be compiled: this user has no home (set XDG_CACHE_HOME to a "
+                "folder that can be written)"
+            )
         if made.is_file() and not again:
             return made
         command = _command(torch)

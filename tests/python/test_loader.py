@@ -174,6 +174,38 @@ def test_missing_extension(tmp_path: Path) -> None:
 # Which adapter
 
 
+def test_a_compiled_adapter_that_does_not_load(run: Run) -> None:
+    """As one of another container that has the same home: the package's is taken."""
+    code = """
+        import torch
+        from fserver import _loader
+        from fserver._torch import cache
+        made = cache.path(torch.__version__)
+        made.parent.mkdir(parents=True)
+        made.write_text("no library")
+        print(hasattr(_loader.load(), "Worker"))
+        """
+    assert run(code) == "True"
+
+
+@pytest.mark.parametrize("home", [None, "relative/path"])
+def test_no_place_for_compiled_adapters(
+    package: Path, monkeypatch: pytest.MonkeyPatch, home: str | None
+) -> None:
+    """Nothing is loaded from a folder of the current one."""
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # of a user who is in no list
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    if home is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", home)
+    assert cache.path(torch.__version__) is None
+    given = package / "_torch" / build.file_name(torch.__version__)
+    given.touch()
+    assert _loader._adapter() == given
+    given.unlink()
+    with pytest.raises(_loader.LoadError, match="this user has no home .set XDG_CACHE_HOME"):
+        _loader._adapter()
+
+
 def test_a_cache_that_cannot_be_looked_at(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As that of a home of another user's: it has no adapter."""
     given = package / "_torch" / build.file_name(torch.__version__)
