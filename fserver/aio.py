@@ -76,13 +76,21 @@ class _Watch:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
         node = self._node()
-        if node is None or node.closed:
-            asyncio.get_running_loop().remove_reader(self._fd)
+        self._leave(1.0)
         if self._waiting:
             self._set_ended(node)
             if any(not future.done() for future in self._waiting):
                 armed = self._arm()
                 self._set_ended(node if armed else None)  # it may have come before
+
+    def _leave(self, again: float = 0) -> None:
+        """Leaves the loop if the node is closed. The engine rings just before the node says so:
+        again has it looked at once more, after so many seconds."""
+        loop, node = asyncio.get_running_loop(), self._node()
+        if node is None or node.closed:
+            loop.remove_reader(self._fd)
+        elif again and not self._waiting:
+            loop.call_later(again, self._leave, 10 * again if again < 10 else 0)
 
     def _set_ended(self, node: Any) -> None:
         """Wakes the coroutines whose tickets have ended; without a node, all."""

@@ -377,3 +377,23 @@ def test_no_descriptor_is_left(pair: Cluster) -> None:
     for _ in range(5):
         run(once())
     eventually(lambda: descriptors() <= before)
+
+
+def test_a_loop_lets_go_of_nodes_that_stop(cluster: MakeCluster) -> None:
+    """Also if they stop in a thread: the engine tells the loop before the node is closed."""
+
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        readers = len(loop._selector.get_map())  # type: ignore[attr-defined]
+        for _ in range(3):
+            pair = cluster()
+            handle, _ = ask(pair.worker)
+            await serve_async(pair.server, 1)
+            await handle
+            await asyncio.to_thread(pair.close)
+        end = time.monotonic() + LIMIT
+        while len(loop._selector.get_map()) > readers:  # type: ignore[attr-defined]
+            assert time.monotonic() < end
+            await asyncio.sleep(0.05)
+
+    run(work())
