@@ -34,7 +34,7 @@ def main() -> None:
     args = options()
     torch.set_num_threads(args.threads)
     _, model = load(args.model)
-    with fserver.Server.from_env() as server, torch.inference_mode():
+    with fserver.Server(backend="CPU") as server, torch.inference_mode():
         ffn = FFN(model, server.rank, server.servers)
         del model
         sizes = serve(server, ffn)

@@ -93,7 +93,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     tokenizer, whole = load(args.model)
     model = Attention(whole)
-    with fserver.Worker.from_env() as worker, torch.inference_mode():
+    with fserver.Worker(backend="CPU") as worker, torch.inference_mode():
         numbers = range(len(args.prompt))[worker.rank :: worker.workers]
         texts = [Text(i, encode(tokenizer, args.prompt[i]), model.config) for i in numbers]
         writer = Writer(worker, model, texts, args.micro_batches)

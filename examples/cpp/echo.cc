@@ -8,8 +8,15 @@
 
 using fserver::DType;
 
+// The programs read and write the tensors themselves, so also on a host with GPUs they are in memory of the CPU.
+static fserver::Options on_cpu() {
+  fserver::Options options;
+  options.backend = "CPU";
+  return options;
+}
+
 static void work() {
-  fserver::Worker worker; // settings from the environment
+  fserver::Worker worker(on_cpu()); // other settings from the environment
   const std::int64_t n = 1024;
   fserver::Memory memory(2 * n * sizeof(float));
   const fserver::Tensor x = memory.tensor(DType::kFloat32, {n}, 0);
@@ -27,7 +34,7 @@ static void work() {
 }
 
 static void serve() {
-  fserver::Server server;
+  fserver::Server server(on_cpu());
   fserver::Batch batch; // used again, so that nothing is allocated
   try {
     while (server.get_batch(batch)) {

@@ -15,8 +15,15 @@ static fserver::Tensor view(const at::Tensor &t, std::uint64_t key) {
           key, t.is_cuda() ? static_cast<int>(t.get_device()) : fserver::kCpu};
 }
 
+// The programs read and write the tensors themselves, so also on a host with GPUs they are in memory of the CPU.
+static fserver::Options on_cpu() {
+  fserver::Options options;
+  options.backend = "CPU";
+  return options;
+}
+
 static void work() {
-  fserver::Worker worker;
+  fserver::Worker worker(on_cpu());
   const at::Tensor x = at::randn({16, 64}, at::kBFloat16);
   at::Tensor y = at::empty_like(x);
   for (int step = 0; step < 100; step++)
@@ -27,7 +34,7 @@ static void work() {
 }
 
 static void serve() {
-  fserver::Server server;
+  fserver::Server server(on_cpu());
   fserver::Batch batch;
   try {
     while (server.get_batch(batch)) {

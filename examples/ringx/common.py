@@ -152,8 +152,10 @@ def plan(
 
 
 def start(counts: dict[str, int], order: str) -> tuple[Ranks, torch.device]:
-    """Joins the ranks that torchrun has started, or makes a world of one."""
-    on_gpus = torch.cuda.is_available()
+    """Joins the ranks that torchrun has started, or makes a world of one. They are on CPUs if this
+    host has fewer GPUs than ranks."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    on_gpus = 0 < local <= torch.cuda.device_count()
     device = torch.device("cpu")
     if on_gpus:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))

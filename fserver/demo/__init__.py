@@ -286,6 +286,7 @@ def _unsplit(
         return_dict_in_generate=True,
         output_logits=True,
     )
+    model.generation_config = greedy  # what greedy leaves open would come from the model's own
     texts = []
     for prompt in tqdm(options.prompt, desc="generating, unsplit", unit="prompt"):
         ids = torch.tensor([afd.encode(tokenizer, prompt)])

@@ -332,6 +332,18 @@ def test_report(folder, monkeypatch, capsys):
     assert "2 batches, each with one request of every worker: 3.0 rows on average, 4 at most" in out
 
 
+def test_report_of_a_model_with_penalties(folder, tmp_path, monkeypatch, capsys):
+    """They are the model's own wish for generating. The split model has none, and neither has what
+    it is compared with."""
+    shutil.copytree(folder, tmp_path / "model")
+    wish = transformers.GenerationConfig.from_pretrained(folder)
+    wish.update(repetition_penalty=2.0, no_repeat_ngram_size=1)
+    wish.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(demo.run, "main", functools.partial(stand_in, tmp_path / "model"))
+    assert demo.main([f"--model={tmp_path / 'model'}", "--max-new-tokens=20", "--prompt=a"]) == 0
+    assert "all token ids equal: yes" in capsys.readouterr().out
+
+
 def test_report_says_if_the_texts_differ(folder, tmp_path, monkeypatch, capsys):
     """Granite has the modules of Llama, but scales what they give, which the split does not."""
     like(folder, tmp_path, transformers.GraniteConfig, residual_multiplier=0.1)
