@@ -39,14 +39,16 @@ mkdir -p "$results"
 results=$(cd "$results" && pwd)
 summary=$results/summary.txt
 : >"$summary"
-failed=0 listener="" began=0
+failed=0 listener="" running="" began=0
 
 line() { # STATE STEP TEXT
   printf '%-4s %-9s %4ss  %.130s\n' "$1" "$2" "$((SECONDS - began))" "$3" | tee -a "$summary"
   [[ $1 != FAIL ]] || failed=1
 }
 finish() {
-  [[ ! $listener ]] || kill "$listener" 2>/dev/null
+  trap - INT TERM
+  local pid
+  for pid in $listener $running; do kill "$pid" 2>/dev/null; done
   tar -C "$(dirname "$results")" -czf "$results.tar.gz" "$(basename "$results")"
   echo "results: $results.tar.gz (send those of both hosts)"
   exit "$failed"
@@ -57,8 +59,11 @@ trap 'failed=1; finish' INT TERM
 try() { # STEP COMMAND...
   local step=$1
   shift
-  timeout -k 5 "$limit" "$@" >"$results/$step.log" 2>&1
+  timeout -k 5 "$limit" "$@" >"$results/$step.log" 2>&1 &
+  running=$! # in the background: a trap runs while bash waits, and not while a command runs
+  wait "$running"
   local status=$?
+  running=""
   case $status in
   0) return 0 ;;
   124 | 137) line FAIL "$step" "no end within $limit s (SECONDS_EACH); see $step.log" ;;
