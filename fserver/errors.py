@@ -89,4 +89,4 @@ class LimitError(Error):
 
 
 class ClosedError(Error):
-    """The node is closed or was never opened, or the cluster has ended."""
+    """The node is closed, was never opened or is not connected yet, or the cluster has ended."""

@@ -295,6 +295,7 @@ def get_batch(
         ClosedError: workers have left, so that there will be no such batch. Call ``stop()``.
         PeerLostError: a worker is gone, and no other process has taken its rank.
         ShapeError: at_least is more than there are worker groups.
+        ConfigError: at_least or timeout_ms is not a number, or at_least is 0.
 
     Example:
         ```python
@@ -361,7 +362,8 @@ def fail(handler: int, text: str) -> None:
 
     Args:
         handler: of ``get_batch``.
-        text: the reason. The first 500 bytes of its UTF-8 travel; line breaks become spaces.
+        text: the reason. The first 500 bytes of its UTF-8 travel. A run of white space becomes one
+            space.
 
     Raises:
         ShapeError: the handler does not wait for an answer.
@@ -452,7 +454,7 @@ def barrier(
 
     Raises:
         TimeoutError: not all nodes called it in time.
-        PeerLostError: one of the nodes, or the scheduler, is gone.
+        PeerLostError: any node of the cluster, or the scheduler, is gone.
 
     Example:
         ```python

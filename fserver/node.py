@@ -286,9 +286,10 @@ class Node:
 
         Raises:
             TimeoutError: not all nodes called it in time.
-            PeerLostError: a node that takes part, or the scheduler, is gone. Barriers are counted
-                anew then. A barrier that is called while there is no scheduler waits for the next
-                one.
+            PeerLostError: any node of the cluster, or the scheduler, is gone, also one that does
+                not take part. Barriers are counted anew then. With on_peer_lost="wait" a barrier
+                waits for the replacement. One that is called while there is no scheduler waits for
+                the next scheduler.
         """
         self._node.barrier(include_server, include_client, instance_barrier, timeout_ms)
 
@@ -297,9 +298,9 @@ class Node:
 
         Returns:
             ``role``, ``rank``, ``group``, ``instance``, ``address``; ``fabrics``, the transports
-            that are open; ``links``, one dict for each field of ``Link``; and counters since the
-            node was opened: ``push_pulls``, ``requests``, ``responses``, ``bytes_out``,
-            ``bytes_in``, ``loans`` (tensors pushed by reference), ``sleeps``.
+            that are open; ``links``, one dict with the fields of ``Link`` for each connection; and
+            counters since the node was opened: ``push_pulls``, ``requests``, ``responses``,
+            ``bytes_out``, ``bytes_in``, ``loans`` (tensors pushed by reference), ``sleeps``.
 
         Raises:
             ClosedError: the node is closed.
@@ -357,7 +358,7 @@ class Node:
 
     @property
     def address(self) -> str:
-        """Where other nodes reach this one, ``"tcp:10.0.0.1:7000"``; empty if nowhere."""
+        """Where other nodes reach this one, ``"10.0.0.1:7000"``; empty if nowhere."""
         return self._node.address
 
     @property

@@ -170,9 +170,9 @@ class Server(Node):
             the tensor (need_event of ``respond``).
 
             A tensor that the worker has in shared memory (``fserver.empty_shared``) is a view of
-            that memory. It is valid until the request is answered, and for reading alone: writing
-            to it ends this process with SIGSEGV. Clone what is to be changed in place, or set
-            ``FSERVER_LOANS=0``.
+            that memory, on the CPU also with backend GPU. It is valid until the request is
+            answered, and for reading alone: writing to it ends this process with SIGSEGV. Clone
+            what is to be changed in place, or set ``FSERVER_LOANS=0``.
 
             Delete the list and what was made of it when all is answered. Variables that hold it
             until the next batch delay the answers of that batch while the old one is freed.
@@ -186,6 +186,7 @@ class Server(Node):
                 of the others stay, and can be taken with at_least.
             ShapeError: at_least is more than there are worker groups. A request that this process's
                 torch cannot hold is in no batch: its worker gets a ShapeError.
+            ConfigError: at_least or timeout_ms is not a number, or at_least is 0.
         """
         return self._node.get_batch(timeout_ms, at_least)
 
@@ -272,7 +273,8 @@ class Server(Node):
 
         Args:
             handler: of ``get_batch``.
-            text: the reason. The first 500 bytes of its UTF-8 travel; line breaks become spaces.
+            text: the reason. The first 500 bytes of its UTF-8 travel. A run of white space becomes
+                one space.
 
         Raises:
             ShapeError: the handler does not wait for an answer.

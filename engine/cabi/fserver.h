@@ -2,7 +2,7 @@
 //
 // Every function may be called from any thread, blocks only where it says so,
 // and returns 0 (or a count) or a negative errno; fs_errmsg then gives the
-// text. Handles are numbers that are never used twice: a stale one is refused.
+// text, except after -EAGAIN and -ENOBUFS, which have none. Handles are numbers that are never used twice: a stale one is refused.
 // Pointers that are passed in are read during the call only, except the tensor
 // memory itself (see fs_push_pull, fs_respond).
 //
@@ -224,7 +224,7 @@ int fs_respond(fs_node node, const uint64_t *stream, const uint64_t *handlers,
                fs_ticket *tickets, size_t *answered);
 
 // Server: ends a request without an answer. At its worker fs_wait gives -EREMOTEIO with
-// bytes of text (UTF-8), of which the first 500 travel; line breaks become spaces.
+// bytes of text (UTF-8), of which the first 500 travel; a run of white space is one space.
 int fs_fail(fs_node node, uint64_t handler, const char *text, size_t bytes);
 
 // Server: cuts memory into n equal slices; slice i receives keys[i] of worker

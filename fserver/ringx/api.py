@@ -151,7 +151,8 @@ def ringx_attention(
             capture of a CUDA graph needs True, or a call before it with the same arguments.
         copies: True: X3, X3b and X4 use copies instead of collectives if all ranks are GPUs of one
             host that can reach each other's memory, which the first such call of a group finds out.
-            In other cases, for example on the CPU, it has no effect.
+            Where they cannot, and on the CPU, it has no effect. With another algorithm than these
+            or ``"auto"`` it is a ConfigError.
         cu_seqlens: ``[D + 1]``, where packed documents end in the *whole* sequence: 0 first, the
             number of all ranks' tokens last. A tensor of int32 or int64 on the CPU, or a sequence.
             A query attends to keys of its own document only. All rows of the batch have these

@@ -95,7 +95,7 @@ public:
   // Waits until every node of the named roles has called barrier. limit 0: the setting
   // FSERVER_BARRIER_TIMEOUT.
   //
-  // Throws TimeoutError, PeerLostError if a node that takes part or the scheduler is gone, and
+  // Throws TimeoutError, PeerLostError if any node of the cluster or the scheduler is gone, and
   // ClosedError.
   void barrier(Members who = kAllMembers, Each each = Each::kInstance,
                Timeout limit = Timeout(0)) {
@@ -244,7 +244,7 @@ public:
   int servers() const { return enter("servers").info.servers; }
   // The node's GPU as CUDA counts; kCpu if its backend is CPU.
   int device() const { return enter("device").info.device; }
-  // Where other nodes reach this one, "tcp:10.0.0.1:7000"; empty if nowhere.
+  // Where other nodes reach this one, "10.0.0.1:7000"; empty if nowhere.
   std::string address() const { return enter("address").info.address; }
   bool closed() const noexcept { return !state_ || state_->closed.load(); }
   bool connected() const noexcept { return state_ && state_->connected.load(); }

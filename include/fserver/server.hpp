@@ -163,7 +163,7 @@ public:
   }
 
   // Refuses a request, in place of respond. At its worker wait throws RefusedError with the first
-  // 500 bytes of text (UTF-8); line breaks become spaces.
+  // 500 bytes of text (UTF-8); a run of white space is one space.
   //
   // Throws ShapeError: the handler does not wait for an answer. PeerLostError: the worker is gone.
   void fail(std::uint64_t handler, std::string_view text) {

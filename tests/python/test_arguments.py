@@ -673,7 +673,6 @@ def test_an_argument_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch
         fserver.Server(scheduler="127.0.0.1:7000", connect=False)
 
 
-
 def test_address_that_is_not_of_this_host() -> None:
     with pytest.raises(fserver.Error, match=r"192\.0\.2\.1.*DMLC_NODE_HOST"):
         fserver.Server(scheduler="192.0.2.2:7000", host="192.0.2.1", connect=False)
