@@ -29,12 +29,16 @@ type GPU struct {
 	NIC cuda.Direct
 	// Instant has copies made by whoever enqueues them, without an allocation.
 	Instant bool
+	// Depth is how many entries the queue of the driver takes, one queue for all streams: one for each copy and each number.
+	// The next Enqueue waits until streams move. 0: any number.
+	Depth int64
 
 	mu      sync.Mutex
 	allocs  []*alloc
 	pins    map[uint64]uint64
 	next    uint64
 	streams map[cuda.Stream]*stream
+	left    atomic.Int64 // entries of the queue that have not ended
 	events  map[cuda.Event]chan struct{}
 	imports int
 	fail    map[string]int
@@ -635,6 +639,11 @@ func (g *GPU) Enqueue(n cuda.Stream, e cuda.Event, copies []cuda.Copy, flag, val
 		g.store(flag, value)
 		return err
 	}
+	entries := int64(len(copies) + 1)
+	for g.Depth > 0 && g.left.Load()+entries > g.Depth {
+		time.Sleep(100 * time.Microsecond)
+	}
+	g.left.Add(entries)
 	if e != 0 {
 		s.put(func() { <-passed })
 	}
@@ -647,6 +656,7 @@ func (g *GPU) Enqueue(n cuda.Stream, e cuda.Event, copies []cuda.Copy, flag, val
 			g.copy(c)
 		}
 		g.store(flag, value)
+		g.left.Add(-entries)
 	})
 	return err
 }

@@ -25,6 +25,7 @@ type Conn struct {
 	below bool   // inner may have GPU memory of ours to send
 
 	next   uint32 // operations from next on have not been started
+	queued int    // entries of the driver's queue that its writes take
 	sender sender
 
 	// Writing by mapping.

@@ -58,6 +58,7 @@ type Fabric struct {
 	free    []uint32           // slots of the table
 	used    uint32             // slots that were ever used
 	table   *mem.Shared
+	queued  int // entries of the driver's queue that writes of all Conns take
 }
 
 // Wrap puts a Fabric over inner, which lends, and which the Fabric's Close closes. With an error, inner is

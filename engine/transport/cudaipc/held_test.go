@@ -72,3 +72,47 @@ func TestHeldAtTheEnd(t *testing.T) {
 		})
 	}
 }
+
+// TestFullQueue: however much is posted behind a point, on however many Conns, no call waits for the queue of the driver.
+// What needs no GPU arrives meanwhile, and so does a write of another Conn that waits for nothing.
+func TestFullQueue(t *testing.T) {
+	g := fakegpu.New()
+	g.Depth = 1020
+	a, b := pairOf(t, g, overCMA)
+	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
+	k := b.Key(t, dst)
+	point, open := heldUp(t, g, a.F)
+	posted := 0
+	fill := func() {
+		for idle := 0; idle < 100; idle++ {
+			n, err := a.Try(write(k, src, point))
+			require.NoError(t, err)
+			if posted += n; n > 0 {
+				idle = 0
+			}
+			a.Poll(t)
+			b.Poll(t)
+		}
+	}
+	over := make(chan struct{})
+	go func() {
+		defer close(over)
+		for range 3 {
+			fill()
+			connect(t, a, b)
+			ours(a).asked = time.Now().Add(time.Hour)
+		}
+	}()
+	select {
+	case <-over:
+	case <-time.After(10 * time.Second):
+		t.Fatal("a call waits for the queue of the driver")
+	}
+	require.Greater(t, posted, 700)
+	a.Post(t, []transport.Op{text("host", true)})
+	a.Post(t, write(k, src, transport.Point{}))
+	until(t, a, b, func() bool { return len(b.Frames) == 1 && len(b.Writes) == 1 && len(a.Done) == 2 })
+	open()
+	until(t, a, b, func() bool { return len(a.Done) == posted+2 })
+	require.Zero(t, a.F.queued)
+}

@@ -12,6 +12,7 @@ import (
 type item struct {
 	n      uint64 // bytes of a write
 	number uint64 // of a mapped write; 0: it is not one yet
+	queued int    // entries of the driver's queue that it takes
 }
 
 type waiting = link.Waiting[item]
@@ -98,12 +99,19 @@ func (c *Conn) Advance() {
 		switch w := c.Line.At(i); {
 		case w.Over:
 		case w.Is.number != 0 && w.Is.number <= c.sender.seg.done.Load():
-			c.Complete(w, nil)
+			c.ended(w, nil)
 		case c.Err != nil && (w.Is.number == 0 || c.sender.broken):
-			c.Complete(w, c.Err)
+			c.ended(w, c.Err)
 		}
 	}
 	c.Line.Take(&c.next)
+}
+
+// ended completes an operation, which takes no entries of the driver's queue any more.
+func (c *Conn) ended(w *waiting, err error) {
+	c.queued -= w.Is.queued
+	c.f.queued -= w.Is.queued
+	c.Complete(w, err)
 }
 
 // start starts an operation: it maps a write, or hands inner what is not mapped. False: not now.

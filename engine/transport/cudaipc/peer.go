@@ -20,6 +20,16 @@ import (
 // staged until they have done so then.
 const answerLimit = 200 * time.Millisecond
 
+// A queue of the driver takes 1,020 entries of streams that wait (on an H200), and one call more blocks until the streams
+// move: under the token, where nobody delivers what a stream may be waiting for. A mapped write takes an entry for each
+// copy and one for its number. So the writes of all Conns that have begun and not ended take up to queuedMost entries, as
+// if all streams shared one queue, which they may. A Conn whose own take fewer than ownMost may begin one all the same:
+// the streams of the others may wait for what it writes.
+const (
+	queuedMost = 256
+	ownMost    = 16
+)
+
 // A mapping is an allocation of the peer's in our address space.
 type mapping struct {
 	id, base, size uint64 // of the peer's allocation, for the peer
@@ -93,6 +103,8 @@ func (c *Conn) mapInto(wr *waiting, r *remote) int {
 		return notNow
 	case w == nil || w.at == 0:
 		return toInner
+	case c.queued >= ownMost && c.f.queued >= queuedMost:
+		return notNow
 	}
 	l := &c.sender
 	s := l.seg
@@ -105,7 +117,9 @@ func (c *Conn) mapInto(wr *waiting, r *remote) int {
 	}
 	l.copies = gpu.Gather(l.copies[:0], wr.Op.Src, 0, w.at+wr.Op.Off, n)
 	// After an error, a part of it may be under way: tick finds out when that is over.
-	wr.Is.number = number
+	wr.Is.number, wr.Is.queued = number, len(l.copies)+1
+	c.queued += wr.Is.queued
+	c.f.queued += wr.Is.queued
 	if err := c.f.Calls.Enqueue(l.stream, wr.Op.After, l.copies, l.mapped, number); err != nil {
 		c.Fail(fmt.Errorf("write %d bytes into the peer's memory: %w", n, err))
 		return mapped
