@@ -5,6 +5,7 @@ import (
 	"errors"
 	"runtime"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -50,6 +51,46 @@ func TestPassesBehindLanding(t *testing.T) {
 	require.Empty(t, b.Frames)
 	close(gate)
 	until(t, a, b, func() bool { return len(b.Frames) == 2 })
+	holds(t, g, dst, 5)
+	runtime.KeepAlive(src)
+}
+
+// TestFullQueue: however many copies from shadows wait, no Poll waits for the queue of the driver, and other Conns go on.
+func TestFullQueue(t *testing.T) {
+	const writes = 600
+	g := fakegpu.New()
+	g.Depth = 1020
+	a, b := pairOf(t, g, overTCP)
+	dst := onGPU(t, g, 4096, 1)
+	k := b.Key(t, dst)
+	gate := make(chan struct{})
+	open := sync.OnceFunc(func() { close(gate) })
+	t.Cleanup(open)
+	g.Put(b.F.in.stream, func() { <-gate })
+	src := bytes.Repeat([]byte{5}, 4096)
+	over := make(chan struct{})
+	go func() {
+		defer close(over)
+		for n := 0; n < writes; {
+			k, err := a.Try([]transport.Op{{Kind: transport.OpWrite, Key: k, Src: []mem.Span{mem.Of(src)}}})
+			require.NoError(t, err)
+			n += k
+			a.Poll(t)
+			b.Poll(t)
+		}
+		until(t, a, b, func() bool { return b.F.in.next == writes })
+		connect(t, a, b)
+		a.Post(t, []transport.Op{text("host", false)})
+		until(t, a, b, func() bool { return len(b.Frames) == 1 })
+	}()
+	select {
+	case <-over:
+	case <-time.After(10 * time.Second):
+		t.Fatal("a Poll waits for the queue of the driver")
+	}
+	require.Empty(t, b.Writes)
+	open()
+	until(t, a, b, func() bool { return len(b.Writes) == writes })
 	holds(t, g, dst, 5)
 	runtime.KeepAlive(src)
 }

@@ -106,7 +106,9 @@ func TestLiftsOfOnePeer(t *testing.T) {
 	require.ErrorContains(t, c.lift(k, 0, 1), "while 8192 copies to gpu 0 wait")
 	require.NoError(t, other.lift(k, 0, 1))
 	r.pinning = false
+	b.F.Lock()
 	b.F.land()
+	b.F.Mu.Unlock()
 	until(t, a, b, func() bool { return !b.F.in.waiting() })
 	require.Zero(t, c.lifts+other.lifts)
 }

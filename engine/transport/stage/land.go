@@ -9,6 +9,11 @@ import (
 	"fserver/engine/transport/link"
 )
 
+// landMost is how many copies from shadows the driver has at most. Its queues take 1,020 entries of streams that wait (on an
+// H200), of which a copy with its number takes two; with one more, the next call blocks. The landing's stream waits for
+// nothing, but it may share a queue with one that does.
+const landMost = 128
+
 // landing brings what has arrived in shadows to the GPU, on a stream of its own, in the order
 // of arrival. Nothing there waits for work of the application's, so it is never held up.
 type landing struct {
@@ -104,11 +109,11 @@ func (c *Conn) lift(k transport.Key, off, n uint64) error {
 	return nil
 }
 
-// land enqueues the copies that wait. The first one of a region has to wait until its shadow
+// land enqueues the copies that wait, up to landMost. The first one of a region has to wait until its shadow
 // is pinned. After an error, tick finds out when the copy is over.
 func (f *Fabric) land() {
 	l := &f.in
-	for len(l.queue) > 0 && l.broken == nil {
+	for len(l.queue) > 0 && l.broken == nil && l.begun-l.word.Here.Load() < landMost {
 		q := l.queue[0]
 		if q.r.seen == 0 {
 			f.pinShadow(q.r)

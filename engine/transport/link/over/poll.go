@@ -183,7 +183,7 @@ func (b *Base) take(ev []transport.Event, p *link.Found) {
 	b.tell(p)
 	b.service(p)
 	b.tell(p)
-	b.Calm.Store(len(b.busy)+len(b.told)+len(b.ending) == 0 && !b.Calls.Busy() && b.Calls.Panicked == nil && !b.Closed)
+	b.Calm.Store(len(b.busy)+len(b.told)+len(b.ending) == 0 && !b.Calls.Busy() && !b.layer.Waits() && b.Calls.Panicked == nil && !b.Closed)
 }
 
 // event takes one event of inner, for which p has room.
