@@ -69,6 +69,36 @@ func TestDeviceRefusesToLand(t *testing.T) {
 	runtime.KeepAlive(src)
 }
 
+// TestDeviceRefusesAtTheEnd: a frame that has come before the end of its Conn is not given if its write does not get to the
+// GPU.
+func TestDeviceRefusesAtTheEnd(t *testing.T) {
+	for name, fail := range map[string]func(g *fakegpu.GPU, b *side){
+		"to enqueue": func(g *fakegpu.GPU, _ *side) { g.Fail("Enqueue", 1) },
+		"at all":     func(_ *fakegpu.GPU, b *side) { b.F.in.fail(b.F, errors.New("injected failure")) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := fakegpu.New()
+			a, b := pairOf(t, g, overTCP)
+			src, dst := []byte{5, 5, 5}, onGPU(t, g, 4096, 1)
+			k := b.Key(t, dst)
+			_, end := g.Block(t, "Pin")
+			a.Post(t, []transport.Op{{Kind: transport.OpWrite, Key: k, Src: []mem.Span{mem.Of(src)}}})
+			until(t, a, b, func() bool { return ours(b).Held.Len() == 1 })
+			a.C.Close()
+			until(t, a, b, func() bool { return ours(b).Err != nil })
+			require.NoError(t, b.Down)
+			fail(g, b)
+			end()
+			until(t, a, b, func() bool { return b.Down != nil })
+			require.ErrorContains(t, b.Down, "injected failure")
+			require.NotErrorIs(t, b.Down, io.EOF)
+			require.Empty(t, b.Writes)
+			b.Free(t, k) // waits for the copy, which was enqueued
+			runtime.KeepAlive(src)
+		})
+	}
+}
+
 // TestOutOfMemory: without memory for staging, the call says so, and
 // what to do; the Conn ends with that, and the next one takes the write.
 func TestOutOfMemory(t *testing.T) {

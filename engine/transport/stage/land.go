@@ -61,7 +61,7 @@ func (l *landing) reached(number uint64) bool {
 func (l *landing) fail(f *Fabric, err error) {
 	for _, c := range f.Conns {
 		if c := c.(*Conn); !l.reached(c.landed) {
-			c.Fail(err)
+			c.Spoil(err)
 		}
 	}
 	l.broken, l.queue = err, nil
@@ -124,7 +124,7 @@ func (f *Fabric) land() {
 		l.begun++
 		l.copies[0] = cuda.Copy{To: uint64(q.r.Addr) + q.off, From: q.r.seen + q.off, Len: q.n}
 		if err := f.Calls.Enqueue(l.stream, transport.Point{}, l.copies[:], l.word, l.begun); err != nil {
-			q.c.Fail(fmt.Errorf("copy %d bytes to %v: %w", q.n, f.Calls.Name(), err))
+			q.c.Spoil(fmt.Errorf("copy %d bytes to %v: %w", q.n, f.Calls.Name(), err))
 		}
 	}
 }

@@ -273,11 +273,26 @@ func (c *Path[I]) end(err error) {
 // order: it is asked for a key that nobody has.
 func (c *Path[I]) Fail(err error) {
 	if c.Err == nil {
-		c.end(fmt.Errorf("%s: %s: %w", c.base.name, c.Conn.Peer().Remote, err))
+		c.end(c.because(err))
 		c.Drop()
 		c.Signal(transport.Op{Kind: transport.OpWrite, Key: transport.Key{ID: ^uint64(0)}})
 		c.Conn.Close()
 	}
+}
+
+// because wraps the reason for which a Conn ended.
+func (c *Path[I]) because(err error) error {
+	return fmt.Errorf("%s: %s: %w", c.base.name, c.Conn.Peer().Remote, err)
+}
+
+// Spoil is Fail where the bytes that what is held waits for do not come any more. So it drops what is held, and is the
+// reason that EvDown gives, also if the Conn has ended before.
+func (c *Path[I]) Spoil(err error) {
+	if c.Err != nil && !c.down {
+		c.Err = c.because(err)
+	}
+	c.Fail(err)
+	c.Drop()
 }
 
 // Drop drops what is held.
