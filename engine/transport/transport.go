@@ -237,6 +237,8 @@ type Peer struct {
 	// Members are the connections that the Conn is made of, one for each Fabric of ours that it may use; nil: it
 	// is one connection.
 	Members []Member
+	// Process is the number of the peer's process, as the system says and not the peer; 0: it is not known.
+	Process int
 	// Dead reports whether the peer's process has ended, so that nothing it had begun goes on. It asks
 	// the system, so it is not for every Poll. It is nil where that cannot be seen.
 	Dead func() bool

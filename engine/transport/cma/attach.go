@@ -194,6 +194,7 @@ func (f *Fabric) attach(nc *net.UnixConn, s *link.Session) (*Conn, error) {
 	}
 	c := &Conn{f: f, peer: process{pid: who.pid}}
 	c.Open(s, c.end)
+	c.About.Process = who.pid
 	err = f.agree(nc, c, s)
 	if err == nil && who.pid > 0 { // it is in a PID namespace that is ours
 		p, e := findProcess(who.pid)

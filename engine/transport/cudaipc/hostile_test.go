@@ -2,12 +2,16 @@ package cudaipc
 
 import (
 	"bytes"
+	"encoding/binary"
 	"io"
 	"math"
+	"os"
+	"os/exec"
 	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"fserver/engine/gpu/fakegpu"
 	"fserver/engine/mem"
@@ -139,6 +143,65 @@ func TestBrokenIntroduction(t *testing.T) {
 		d.Unharmed(t, evil, "", "lent a table of")
 		require.NoError(t, mem.FreeShared(shared.ID()))
 	}
+}
+
+// forge returns k with what change has made of it behind its Blob.
+func forge(t *testing.T, k transport.Key, change func(r *remote)) transport.Key {
+	var r remote
+	require.True(t, r.decode(k))
+	change(&r)
+	k.Blob = r.encode(k.Blob)
+	require.True(t, r.decode(k))
+	return k
+}
+
+// TestTwoBlobs: of a key whose memory is mapped, another Blob says that it has more. Nothing is copied behind the mapping,
+// which would cost us our context.
+func TestTwoBlobs(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overCMA)
+	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
+	k := b.Key(t, dst)
+	more := write(forge(t, k, func(r *remote) { r.n, r.size = 1<<30, 1<<30 }), src, transport.Point{})
+	a.Post(t, write(k, src, transport.Point{}))
+	until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
+	require.Equal(t, "cudaipc", a.C.Peer().Via)
+	more[0].Off = 1 << 29
+	a.Post(t, more)
+	until(t, a, b, func() bool { return a.Down != nil && b.Down != nil && len(a.Done) == 2 })
+	require.ErrorContains(t, b.Down, "out of bounds")
+	require.Len(t, b.Writes, 1)
+	holds(t, g, dst, 5)
+}
+
+// TestOtherProcess: memory of a process that is not the peer is not mapped, though we may do what we like with that process.
+func TestOtherProcess(t *testing.T) {
+	g := fakegpu.New()
+	g.Pieces = true
+	a, b := pairOf(t, g, overCMA)
+	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
+	k := b.Key(t, dst)
+	fd, err := unix.Dup(b.F.regions[k.ID].fds[0])
+	require.NoError(t, err)
+	other := exec.Command("sleep", "60")
+	other.ExtraFiles = []*os.File{os.NewFile(uintptr(fd), "memory")} // its descriptor 3
+	require.NoError(t, other.Start())
+	t.Cleanup(func() {
+		require.NoError(t, other.Process.Kill())
+		require.Error(t, other.Wait())
+		require.NoError(t, other.ExtraFiles[0].Close())
+	})
+	forged := forge(t, k, func(r *remote) {
+		r.pid = uint64(other.Process.Pid)
+		b := []byte(r.fdsAndPieces)
+		binary.LittleEndian.PutUint32(b, 3)
+		r.fdsAndPieces = string(b)
+	})
+	a.Post(t, write(forged, src, transport.Point{}))
+	until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
+	require.Zero(t, g.Imports())
+	require.Contains(t, a.C.Peer().Why, "the peer is process")
+	holds(t, g, dst, 5)
 }
 
 func TestPlainFrames(t *testing.T) {

@@ -64,6 +64,7 @@ func (m *mapping) over(r *remote) bool { return m.base < r.base+r.size && r.base
 type way struct {
 	slot  uint64
 	at    uint64 // 0: it cannot be mapped
+	n     uint64 // bytes of the region
 	again bool   // for now: what was at its address is still mapped
 	m     *mapping
 }
@@ -101,7 +102,7 @@ func (c *Conn) mapInto(wr *waiting, r *remote) int {
 	switch {
 	case c.Waits:
 		return notNow
-	case w == nil || w.at == 0:
+	case w == nil || w.at == 0 || wr.Op.Off+n > w.n: // another Blob for the same key may say that it has more
 		return toInner
 	case c.queued >= ownMost && c.f.queued >= queuedMost:
 		return notNow
@@ -265,7 +266,7 @@ func (c *Conn) met() {
 func (c *Conn) reach(arg *remote) *way {
 	r := *arg // it may outlive the operation
 	id, dev, there := r.key.ID, c.f.Calls.Dev, &c.peers[r.slot]
-	w := &way{slot: r.slot}
+	w := &way{slot: r.slot, n: r.n}
 	var err error
 	if ordinal, ours := c.f.ours(&r); ours && r.reach == reachIPC {
 		// An IPC handle cannot be opened where it comes from, and need not.
@@ -298,8 +299,8 @@ func (c *Conn) reach(arg *remote) *way {
 	if beside {
 		return nil
 	}
-	m := &mapping{id: r.id, base: r.base, size: r.size, reach: r.reach}
-	c.Aside(func() { err = m.open(dev, &r, func() bool { return there.Load() == id }) }, func() {
+	m, process := &mapping{id: r.id, base: r.base, size: r.size, reach: r.reach}, c.Conn.Peer().Process
+	c.Aside(func() { err = m.open(dev, &r, process, func() bool { return there.Load() == id }) }, func() {
 		switch c.ways[id] = w; {
 		case err == nil:
 			c.maps = append(c.maps, m)
@@ -327,10 +328,10 @@ var (
 	errOther = errors.New("cudaipc: the mapped memory does not match the key")
 )
 
-// open maps the allocation of r. A descriptor's number may have been given to
+// open maps the allocation of r, which is of the peer's process. A descriptor's number may have been given to
 // something else since the owner wrote it down, but not as long as the key is there.
 // A copy behind the end of what is mapped would cost us our context.
-func (m *mapping) open(d gpu.Device, r *remote, there func() bool) (err error) {
+func (m *mapping) open(d gpu.Device, r *remote, process int, there func() bool) (err error) {
 	if r.reach == reachIPC {
 		var h cuda.IPCHandle
 		copy(h[:], r.handle)
@@ -343,7 +344,10 @@ func (m *mapping) open(d gpu.Device, r *remote, there func() bool) (err error) {
 		}
 		return err
 	}
-	pidfd, err := unix.PidfdOpen(int(r.pid), 0)
+	if process == 0 || r.pid != uint64(process) {
+		return fmt.Errorf("cudaipc: the key names memory of process %d, and the peer is process %d", r.pid, process)
+	}
+	pidfd, err := unix.PidfdOpen(process, 0)
 	if err != nil {
 		return err
 	}

@@ -112,7 +112,7 @@ func TestShortAllocation(t *testing.T) {
 		v := r
 		v.size += more
 		m := &mapping{id: v.id, base: v.base, size: v.size, reach: v.reach}
-		err := m.open(g, &v, func() bool { return true })
+		err := m.open(g, &v, 0, func() bool { return true })
 		if more > 0 {
 			require.ErrorIs(t, err, errOther)
 		} else {
