@@ -22,7 +22,7 @@ type Conn struct {
 	seg          *segment // unmapped when Err is set
 	mine, theirs *control
 	table        table  // the peer's regions, if writes are direct
-	hup          bool   // the peer's end of the socket is closed; its records are still read
+	hup          bool   // the peer is gone, or its end of the socket closed; its records are still read
 	last         writer // with Err: the peer, if it was in the middle of a copy and may still be
 	tx           tx
 	rx           rx

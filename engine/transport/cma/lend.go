@@ -117,8 +117,7 @@ func (f *Fabric) hear(c *Conn) bool {
 	case e == unix.EINTR:
 		return true
 	case e != 0 || n == 0:
-		c.hup = true
-		f.conns.Unwatch(&f.Fabric, c)
+		f.part(c)
 		return false
 	}
 	if err != nil {

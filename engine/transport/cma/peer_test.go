@@ -180,6 +180,29 @@ func TestKilledProcess(t *testing.T) {
 	})
 }
 
+// TestLastWords: a copy that finds that the peer's process is gone ends the Conn, but not before the frames that it has sent
+// are given.
+func TestLastWords(t *testing.T) {
+	noLeaks(t)
+	evil, victim := pair(t, Direct, Direct)
+	words := strings.Repeat("last words", framePiece/5) // of several pieces
+	require.NoError(t, evil.post(0, []byte("first words")))
+	require.NoError(t, evil.post(0, []byte(words)))
+	dead := exec.Command("true")
+	require.NoError(t, dead.Run())
+	victim.conn.(*Conn).peer.pid = dead.Process.Pid
+	write := transport.Op{Kind: transport.OpWrite, Key: victim.remote, Src: []mem.Span{victim.out.Span()}}
+	n, err := victim.conn.Post([]transport.Op{write})
+	require.NoError(t, err)
+	require.Equal(t, 1, n)
+	for _, want := range []string{"first words", words} {
+		f, err := victim.waitFrame(true)
+		require.NoError(t, err)
+		require.Equal(t, want, string(f))
+	}
+	require.ErrorIs(t, victim.down(t), io.ErrUnexpectedEOF)
+}
+
 // TestStoppedProcess stops the child, posts until there is no room, and lets
 // it go on.
 func TestStoppedProcess(t *testing.T) {

@@ -1,6 +1,10 @@
 package cma
 
 import (
+	"errors"
+
+	"golang.org/x/sys/unix"
+
 	"fserver/engine/mem"
 	"fserver/engine/transport"
 )
@@ -101,6 +105,12 @@ func (f *Fabric) visit(c *Conn, ev []transport.Event) (n int, moved uint64) {
 	return n, moved
 }
 
+// part notes that the peer of c is gone. What it has sent is still read, and then c ends.
+func (f *Fabric) part(c *Conn) {
+	c.hup = true
+	f.conns.Unwatch(&f.Fabric, c)
+}
+
 // send moves up to quantum bytes of writes, and puts into the ring what has
 // room there.
 func (f *Fabric) send(c *Conn) {
@@ -113,7 +123,11 @@ func (f *Fabric) send(c *Conn) {
 			n, err = c.copy(&f.vec, end-t.moved)
 			t.balked = n == 0
 		}
-		if err != nil {
+		switch {
+		case errors.Is(err, unix.ESRCH):
+			f.part(c) // the process is gone, but not what it has sent
+			return
+		case err != nil:
 			f.fail(c, err)
 			return
 		}
