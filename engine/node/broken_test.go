@@ -20,9 +20,10 @@ import (
 var errNeverTaken = errors.New("test: this operation can never be taken")
 
 // refusing is a Fabric whose Conns refuse frames of one type, for as many times as are left,
-// and live on.
+// and live on. While it is blind, its Polls find nothing.
 type refusing struct {
 	transport.Fabric
+	blind *atomic.Bool
 	kind  wire.Type
 	left  *atomic.Int32
 	seen  func(frame []byte) // is given each frame of that type, if it is not nil
@@ -48,6 +49,9 @@ func (p *refusing) wrap(c transport.Conn) transport.Conn {
 }
 
 func (p *refusing) Poll(ev []transport.Event) (int, error) {
+	if p.blind != nil && p.blind.Load() {
+		return 0, nil
+	}
 	n, err := p.Fabric.Poll(ev)
 	for i := range ev[:n] {
 		ev[i].Conn = p.wrap(ev[i].Conn)
@@ -81,14 +85,14 @@ func (c *refusingConn) Post(ops []transport.Op) (int, error) {
 }
 
 // refusingFrames puts a refusing over the Fabrics of the nodes of a role.
-func refusingFrames(role conf.Role, kind wire.Type, left *atomic.Int32) Fabrics {
+func refusingFrames(role conf.Role, kind wire.Type, left *atomic.Int32, blind *atomic.Bool) Fabrics {
 	return func(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
 		list, err := openFabrics(cfg, g, log)
 		if err == nil && cfg.Role == role {
 			for i, f := range list {
 				list[i] = &refusing{
-					Fabric: f,
-					kind:   kind, left: left, conns: map[transport.Conn]*refusingConn{},
+					Fabric: f, blind: blind,
+					kind: kind, left: left, conns: map[transport.Conn]*refusingConn{},
 				}
 			}
 		}
@@ -96,10 +100,48 @@ func refusingFrames(role conf.Role, kind wire.Type, left *atomic.Int32) Fabrics 
 	}
 }
 
+// downWithin sets downLimit for a test.
+func downWithin(t *testing.T, limit time.Duration) {
+	before := downLimit
+	downLimit = limit
+	t.Cleanup(func() { downLimit = before })
+}
+
+// TestLastAnswer: a connection that takes no more is ended only when it has had the time to give what has come, which its
+// Polls may not find at once.
+func TestLastAnswer(t *testing.T) {
+	eachWay(t, func(t *testing.T, way ...string) {
+		downWithin(t, 200*time.Millisecond)
+		var left atomic.Int32
+		var blind atomic.Bool
+		m := newMesh(t, refusingFrames(conf.Worker, wire.TypeNeed, &left, &blind), shape{1, 1, 1}, append(way, "FSERVER_ON_PEER_LOST=raise")...)
+		w, s := m.workers[0], m.servers[0]
+		require.NoError(t, echo(t, w, m.servers, 1, closed()))
+		blind.Store(true)
+		first := pushPull(t, w, []exchange.Tensor{tensor(t, 7, 4)}, []exchange.Tensor{tensor(t, 0, 4)}) // as echo's, so that it needs no answer to go
+		var sink batch
+		require.Eventually(t, func() bool { return s.GetBatch(&sink, 0, time.Millisecond, true) == nil }, 20*time.Second, time.Millisecond)
+		answer, err := s.BeginAnswer()
+		require.NoError(t, err)
+		require.NoError(t, answer.AddPush(tensor(t, 0, 4)))
+		require.NoError(t, s.Respond(sink.reqs[0].handler, answer))
+		s.Flush()
+		left.Store(1)
+		second := pushPull(t, w, []exchange.Tensor{tensor(t, 77, 9)}, nil) // new, so that it begins with a Need
+		require.Eventually(t, func() bool { return left.Load() == 0 }, 20*time.Second, time.Millisecond)
+		require.ErrorIs(t, w.Wait(second, 20*time.Millisecond, true), ErrAgain)
+		blind.Store(false)
+		require.NoError(t, wait(w, first))
+		lostWithin(t, func() error { return wait(w, second) }, "server", 0)
+		m.stop()
+	})
+}
+
 // TestPostFails: a connection that lives, and takes no more, is ended and made anew.
 func TestPostFails(t *testing.T) { eachWay(t, postFails) }
 
 func postFails(t *testing.T, way ...string) {
+	downWithin(t, time.Millisecond)
 	for _, c := range []struct {
 		name string
 		role conf.Role
@@ -114,7 +156,7 @@ func postFails(t *testing.T, way ...string) {
 		for _, lost := range []string{"wait", "raise"} {
 			t.Run(c.name+" "+lost, func(t *testing.T) {
 				var left atomic.Int32
-				m := newMesh(t, refusingFrames(c.role, c.kind, &left), shape{1, 1, 1}, append(way, "FSERVER_ON_PEER_LOST="+lost)...)
+				m := newMesh(t, refusingFrames(c.role, c.kind, &left, nil), shape{1, 1, 1}, append(way, "FSERVER_ON_PEER_LOST="+lost)...)
 				w, s := m.workers[0], m.servers[0]
 				echoOne := func() error {
 					id := pushPull(t, w, []exchange.Tensor{tensor(t, 1, 9)}, []exchange.Tensor{tensor(t, 0, 9)})
@@ -152,9 +194,10 @@ func postFails(t *testing.T, way ...string) {
 // TestPostFailsForEver: what can never be sent ends, also where calls wait for a successor,
 // and what comes after it is sent.
 func TestPostFailsForEver(t *testing.T) {
+	downWithin(t, time.Millisecond)
 	for _, kind := range []wire.Type{wire.TypeNeed, wire.TypePlan, wire.TypeRequest} {
 		var left atomic.Int32
-		m := newMesh(t, refusingFrames(conf.Worker, kind, &left), shape{1, 1, 1}, "FSERVER_ON_PEER_LOST=wait", "FSERVER_TRANSPORT=tcp")
+		m := newMesh(t, refusingFrames(conf.Worker, kind, &left, nil), shape{1, 1, 1}, "FSERVER_ON_PEER_LOST=wait", "FSERVER_TRANSPORT=tcp")
 		left.Store(1 << 30)
 		err := wait(m.workers[0], pushPull(t, m.workers[0], []exchange.Tensor{tensor(t, 1, 9)}, nil))
 		var gone *LostError

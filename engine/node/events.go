@@ -5,11 +5,13 @@ import (
 	"fmt"
 	"io"
 	"slices"
+	"time"
 
 	"go.uber.org/zap"
 
 	"fserver/engine/cluster"
 	"fserver/engine/peers"
+	"fserver/engine/trace"
 	"fserver/engine/transport"
 	"fserver/engine/wire"
 )
@@ -130,26 +132,46 @@ func (n *Node) breach(l *link, err error) {
 	n.down(l, err)
 }
 
+// downLimit bounds how long a connection that takes no more is waited for to report its end. One that has ended does so
+// when it has given what had arrived: what is in a socket takes milliseconds, and what waits for a GPU 0.1 s. So it bounds
+// the life of one that lives on, because only what was to be sent is wrong. It is a variable for tests.
+var downLimit = time.Second
+
 // broken notes that the connection to peer i takes no more. It may have ended, or only what
-// was to be sent be wrong. The peer's last frames may be here: the next pass ends it after
-// its Poll, unless that reports the end.
+// was to be sent be wrong. The peer's last frames may be here: it is ended after downLimit, unless it reports
+// its end before.
 func (n *Node) broken(i int, err error) {
 	if l := n.peers[i].link; l != nil && l.ailing == nil {
-		l.ailing = err
+		l.ailing, l.until = err, trace.Now()+int64(downLimit)
 		n.ailing = append(n.ailing, l)
-		n.driver.Schedule(0)
+		n.reschedule()
 		n.driver.Stir()
 	}
 }
 
-// endAiling ends connections that broken has noted.
-func (n *Node) endAiling(ailing []*link) {
+// endAiling ends connections that broken has noted, and whose time is over.
+func (n *Node) endAiling(now int64) {
+	ailing := n.ailing
+	n.ailing = nil // which ending one may add to
 	for _, l := range ailing {
-		if n.links[l.conn] == l {
+		switch {
+		case n.links[l.conn] != l:
+		case now < l.until:
+			n.ailing = append(n.ailing, l)
+		default:
 			n.breach(l, l.ailing)
 		}
 	}
 	n.reschedule()
+}
+
+// nextAiling returns when endAiling has something to do.
+func (n *Node) nextAiling() int64 {
+	next := int64(cluster.Never)
+	for _, l := range n.ailing {
+		next = min(next, l.until)
+	}
+	return next
 }
 
 // down takes the end of a connection.

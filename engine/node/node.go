@@ -132,6 +132,7 @@ type link struct {
 	peer   *peer // of linkPeer
 	hello  wire.Hello
 	ailing error    // why it takes no more
+	until  int64    // when it is ended for that
 	frames [][]byte // not posted yet
 	since  int64    // when it was opened
 }

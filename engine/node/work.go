@@ -26,8 +26,6 @@ func (n work) Look(now int64) {
 func (n work) Pass(now int64, all bool) (found int, ended bool) {
 	n.Drain()
 	n.unstick()
-	ailing := n.ailing
-	n.ailing = nil
 	found = n.poll(all)
 	carried := n.attend(now)
 	if found == 0 || carried > 0 { // else there is another pass; a Poll that ends back-pressure may find nothing
@@ -35,8 +33,8 @@ func (n work) Pass(now int64, all bool) (found int, ended bool) {
 		n.unstick()
 	}
 	found += carried
-	if ailing != nil {
-		n.endAiling(ailing)
+	if len(n.ailing) != 0 {
+		n.endAiling(now)
 	}
 	due := n.driver.Due(now)
 	if due {
@@ -48,10 +46,7 @@ func (n work) Pass(now int64, all bool) (found int, ended bool) {
 
 // Next implements progress.Work: when tick must be called.
 func (n work) Next() int64 {
-	if len(n.ailing) != 0 {
-		return 0
-	}
-	return min(n.sayAt, n.machine.Next(), n.nextOfPeers())
+	return min(n.sayAt, n.machine.Next(), n.nextOfPeers(), n.nextAiling())
 }
 
 // reschedule is to be called when what Next returns may have changed. For the owner.
