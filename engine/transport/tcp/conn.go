@@ -64,7 +64,7 @@ func (c *Conn) due() bool {
 // Unsent implements transport.Conn: the kernel has not taken everything.
 func (c *Conn) Unsent() bool { return c.tx.unsent() || c.tls != nil && c.tls.unsent() }
 
-// end is fail outside of a visit.
+// end is fail where no visit of c is under way, or need be.
 func (c *Conn) end(reason error) {
 	c.f.fail(c, reason)
 	c.f.wake(c)

@@ -381,6 +381,18 @@ func TestListenerRefuses(t *testing.T) {
 	}
 }
 
+// TestNotWatched: a Conn whose socket epoll does not take says that it has ended, though nobody visits it at that time.
+func TestNotWatched(t *testing.T) {
+	u := newUser(t, open(t, Options{Listen: "127.0.0.1:0"}))
+	_, conn := u.bare()
+	c := conn.(*Conn)
+	u.f.recent, c.hidden = c, true
+	require.NoError(t, unix.EpollCtl(u.f.Epoll, unix.EPOLL_CTL_DEL, c.FD, &unix.EpollEvent{}))
+	require.True(t, u.f.Arm())
+	u.poll()
+	require.ErrorContains(t, u.down[conn], "watch the socket")
+}
+
 // TestLooks: a connection that is closed before it says anything is told from one that breaks off.
 func TestLooks(t *testing.T) {
 	noLeaks(t)

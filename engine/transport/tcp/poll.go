@@ -77,7 +77,7 @@ func (f *Fabric) hide(c *Conn, hidden bool) {
 	}
 }
 
-// watch tells epoll what to watch c for.
+// watch tells epoll what to watch c for, and ends c if it does not take that.
 func (f *Fabric) watch(c *Conn) {
 	ev := unix.EpollEvent{Fd: int32(c.FD)}
 	if !c.hidden {
@@ -94,7 +94,7 @@ func (f *Fabric) watch(c *Conn) {
 		how, c.outside = unix.EPOLL_CTL_ADD, false
 	}
 	if err := unix.EpollCtl(f.Epoll, how, c.FD, &ev); err != nil {
-		f.fail(c, fmt.Errorf("watch the socket: %w", err))
+		c.end(fmt.Errorf("watch the socket: %w", err))
 	}
 }
 
