@@ -3,6 +3,7 @@ package mem
 import (
 	"cmp"
 	"fmt"
+	"os"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -32,7 +33,7 @@ var shares struct {
 
 const maxMap = 1 << 46
 
-// NewShared makes n bytes (n > 0) of zeroed shared memory. Free ends it.
+// NewShared makes n bytes (n > 0) of zeroed shared memory. FreeShared ends it.
 func NewShared(n uint64) (*Shared, error) { return NewNamed("fserver-shared", n) }
 
 // NewNamed is NewShared under another name, which /proc/PID/maps shows.
@@ -41,6 +42,12 @@ func NewNamed(name string, n uint64) (*Shared, error) {
 		return nil, fmt.Errorf("mem: share %d bytes: want 1 to 2^46", n)
 	}
 	b, fd, err := NewSealed(name, int((n+4095)&^4095), Seals)
+	if err == nil && strict() {
+		if err = claim(fd, uint64(len(b))); err != nil {
+			unix.Munmap(b)
+			unix.Close(fd)
+		}
+	}
 	if err != nil {
 		return nil, fmt.Errorf("mem: share %d bytes: %w", n, err)
 	}
@@ -53,6 +60,34 @@ func NewNamed(name string, n uint64) (*Shared, error) {
 	shares.sorted = slices.Insert(shares.sorted, at, s)
 	shares.count.Add(1)
 	return s, nil
+}
+
+// strict reports whether the kernel promises no more memory than there is (vm.overcommit_memory=2). It promises none for
+// pages of a memfd that nobody has touched, and to touch one that it does not have is SIGBUS. So all pages are taken
+// at once then, and an error says that there are too few. Otherwise they are taken when they are touched, near whoever does.
+var strict = func() bool {
+	b, _ := os.ReadFile("/proc/sys/vm/overcommit_memory")
+	return len(b) > 0 && b[0] == '2'
+}
+
+// claimPiece is how much claim takes in one call: a signal ends a call, which then gives its pages back.
+const claimPiece = 16 << 20
+
+// claim takes the first n bytes of pages of a memfd, as far as the file system can.
+func claim(fd int, n uint64) error {
+	for at := uint64(0); at < n; {
+		k := min(claimPiece, n-at)
+		switch err := unix.Fallocate(fd, 0, int64(at), int64(k)); err {
+		case nil:
+			at += k
+		case unix.EINTR:
+		case unix.EOPNOTSUPP, unix.ENOSYS:
+			return nil
+		default:
+			return fmt.Errorf("take its pages: %w (vm.overcommit_memory is 2)", err)
+		}
+	}
+	return nil
 }
 
 // find is where the memory that begins at addr is in the list, or belongs.

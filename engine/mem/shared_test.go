@@ -90,3 +90,20 @@ func TestCheckSealed(t *testing.T) {
 		require.NoError(t, unix.Close(fd))
 	}
 }
+
+// TestStrict: where the kernel counts what it promises, shared memory has its pages from the start, and else it has none.
+func TestStrict(t *testing.T) {
+	before := strict
+	defer func() { strict = before }()
+	for _, on := range []bool{true, false} {
+		strict = func() bool { return on }
+		const n = claimPiece + 3*4096
+		s, err := NewShared(n)
+		require.NoError(t, err)
+		var st unix.Stat_t
+		require.NoError(t, unix.Fstat(s.FD(), &st))
+		require.Equal(t, map[bool]int64{true: n / 512, false: 0}[on], st.Blocks)
+		require.NoError(t, FreeShared(s.ID()))
+	}
+	require.ErrorContains(t, claim(-1, 1), "take its pages")
+}
