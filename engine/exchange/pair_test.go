@@ -239,6 +239,9 @@ func deliver(c *wireConn, to *fakeFabric, copies bool, done func(uint64, error),
 			if !ok {
 				return true, fmt.Errorf("fake: no key %v", o.Key)
 			}
+			if r.Idle() {
+				return true, fmt.Errorf("fake: a write to key %v, which no ticket names", o.Key)
+			}
 			n := o.Src[0].Len
 			at, err := r.Slice(o.Off, n)
 			if err != nil {

@@ -101,9 +101,9 @@ type registration struct {
 	ring   *keyring
 	key    transport.Key
 	region mem.Region
-	era    uint64 // of the ring
-	cached bool   // in the ring; else it ends when no ticket names it
-	uses   int    // tickets that name it
+	era    uint64       // of the ring
+	cached bool         // in the ring; else it ends when no ticket names it
+	uses   atomic.Int32 // tickets that name it: Region.InUse, as the memory may be gone when it is 0
 }
 
 // keyring is what a node has registered with one Fabric, but for receive buffers.
@@ -219,7 +219,7 @@ func (ks *keys) findSources(t *Ticket) bool {
 			r := ring.known(&t.push[j])
 			if r == nil { // source begins with this ring again
 				for _, r := range t.regs[had:] {
-					r.uses-- // it is cached
+					r.uses.Add(-1) // it is cached
 				}
 				t.regs = t.regs[:had]
 				return false
@@ -236,7 +236,7 @@ func (ring *keyring) known(x *Tensor) *registration {
 	if r == nil || r.region != x.Base {
 		return nil
 	}
-	r.uses++
+	r.uses.Add(1)
 	return r
 }
 
@@ -245,11 +245,12 @@ func (ring *keyring) known(x *Tensor) *registration {
 func (ks *keys) use(ring *keyring, x *Tensor) (*registration, error) {
 	r := ring.all[x.Alloc]
 	if r == nil || r.region != x.Base {
-		k, err := ks.call(ring, x.Base)
+		r = &registration{ring: ring, region: x.Base}
+		k, err := ks.call(r)
 		if err != nil {
 			return nil, err
 		}
-		r = &registration{ring: ring, key: k, region: x.Base, era: ring.era}
+		r.key, r.era = k, ring.era
 		old := ring.all[x.Alloc]
 		if x.Alloc != 0 && (old == nil || old.region != x.Base) { // else another thread was faster
 			if old != nil { // the allocation has been resized in place
@@ -258,19 +259,20 @@ func (ks *keys) use(ring *keyring, x *Tensor) (*registration, error) {
 			r.cached, ring.all[x.Alloc] = true, r
 		}
 	}
-	r.uses++
+	r.uses.Add(1)
 	return r, nil
 }
 
-// call registers without the lock, when no peer that is lost writes to the same memory any more.
-func (ks *keys) call(ring *keyring, r mem.Region) (transport.Key, error) {
-	calm := ring.calm
+// call registers the memory of r without the lock, when no peer that is lost writes to the same memory any more.
+func (ks *keys) call(r *registration) (transport.Key, error) {
+	calm, region := r.ring.calm, r.region
+	region.InUse = &r.uses
 	ks.mu.Unlock()
 	defer ks.mu.Lock()
 	if err := calm.wait(); err != nil {
 		return transport.Key{}, err
 	}
-	return ks.register(ring.fabric, r)
+	return ks.register(r.ring.fabric, region)
 }
 
 // register registers with a Fabric, and gives up what nobody uses if no more memory can be locked. It may block.
@@ -295,7 +297,7 @@ func (ks *keys) spare() (found bool) {
 	defer ks.mu.Unlock()
 	for _, ring := range ks.rings {
 		for alloc, r := range ring.all {
-			if r.uses == 0 {
+			if r.uses.Load() == 0 {
 				delete(ring.all, alloc)
 				r.uncache()
 				found = true
@@ -308,10 +310,11 @@ func (ks *keys) spare() (found bool) {
 // uncache ends r if no ticket names it, as it reports. The caller takes it from its ring.
 func (r *registration) uncache() (ended bool) {
 	r.cached = false
-	if r.uses == 0 {
-		r.ring.fabric.Deregister(r.key)
+	if r.uses.Load() != 0 {
+		return false
 	}
-	return r.uses == 0
+	r.ring.fabric.Deregister(r.key)
+	return true
 }
 
 // letGo takes the keys from a ticket, and returns those that end with it.
@@ -323,7 +326,7 @@ func (ks *keys) letGo(regs []*registration) (over []freed) {
 	defer ks.mu.Unlock()
 	for i, r := range regs {
 		if r != nil {
-			if r.uses--; !r.cached && r.uncache() {
+			if r.uses.Add(-1); !r.cached && r.uncache() {
 				over = append(over, freed{r.ring.fabric, r.key.ID})
 			}
 			regs[i] = nil

@@ -42,6 +42,41 @@ func TestKeysOfAnotherFabric(t *testing.T) {
 	require.Empty(t, old.keys)
 }
 
+// TestInUse: memory that peers may write to is in use while a ticket names it, also one that has failed and that a server
+// may still write for, and then not.
+func TestInUse(t *testing.T) {
+	p := newPair(t, 2)
+	out := []Tensor{bytesOf(t, 0, 8, 0), bytesOf(t, 0, 8, 0)}
+	uses := func() (n int32) {
+		for _, r := range p.wf.keys {
+			n += r.InUse.Load()
+		}
+		return n
+	}
+	for range 2 { // with keys that are new, and with those that are kept
+		_, err := p.pushPull([]Tensor{bytesOf(t, 1, 8, 5)}, out)
+		require.NoError(t, err)
+		require.NoError(t, p.settle())
+		for i := range p.servers {
+			require.Equal(t, int32(2), uses())
+			require.NoError(t, p.respond(i, p.take(i)[0], bytesOf(t, 0, 8, 7)))
+			require.NoError(t, p.settle())
+		}
+		require.Zero(t, uses())
+		require.Len(t, p.wf.keys, 2)
+	}
+	id, err := p.pushPull([]Tensor{bytesOf(t, 1, 8, 5)}, out)
+	require.NoError(t, err)
+	require.NoError(t, p.settle())
+	p.w.Lose(1, errGone)
+	require.Equal(t, StateFailing, p.state(id))
+	require.Equal(t, int32(2), uses())
+	require.NoError(t, p.respond(0, p.take(0)[0], bytesOf(t, 0, 8, 7)))
+	require.NoError(t, p.settle())
+	require.Equal(t, StateFailed, p.state(id))
+	require.Zero(t, uses())
+}
+
 // TestKeyThatCannotBeRenewed fails the push_pull that has waited for the successor, and no other.
 func TestKeyThatCannotBeRenewed(t *testing.T) {
 	p := newPair(t, 2)

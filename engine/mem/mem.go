@@ -6,6 +6,7 @@ package mem
 import (
 	"fmt"
 	"math/bits"
+	"sync/atomic"
 )
 
 // Device says where memory lies: CPU, or a GPU. What says nothing else is on the
@@ -40,7 +41,13 @@ type Region struct {
 	Addr uintptr
 	Len  uint64 // bytes
 	Dev  Device
+	// InUse, if it is not nil, is how many operations of this process the memory is in use for. While that is 0, the memory
+	// may be gone: see transport.Fabric.Register.
+	InUse *atomic.Int32
 }
+
+// Idle reports whether no operation of this process uses the memory, so that it may be gone.
+func (r *Region) Idle() bool { return r.InUse != nil && r.InUse.Load() == 0 }
 
 // Span is the whole region.
 func (r Region) Span() Span { return Span{r.Addr, r.Len} }

@@ -70,7 +70,7 @@ func Map(n uint64) (Region, error) {
 		}
 		_ = unix.Madvise(unsafe.Slice((*byte)(p), n), unix.MADV_HUGEPAGE) // advice: without it all is well
 	}
-	return Region{uintptr(p), n, CPU}, nil
+	return Region{Addr: uintptr(p), Len: n}, nil
 }
 
 // Unmap returns memory that Map gave.

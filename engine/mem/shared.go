@@ -51,7 +51,7 @@ func NewNamed(name string, n uint64) (*Shared, error) {
 	if err != nil {
 		return nil, fmt.Errorf("mem: share %d bytes: %w", n, err)
 	}
-	s := &Shared{region: Region{Of(b).Addr, uint64(len(b)), CPU}, fd: fd}
+	s := &Shared{region: Region{Addr: Of(b).Addr, Len: uint64(len(b))}, fd: fd}
 	shares.mu.Lock()
 	defer shares.mu.Unlock()
 	shares.next++
@@ -165,7 +165,7 @@ func NewView(fd int, n uint64, tally *Tally) (*View, error) {
 	if err != nil {
 		return nil, fmt.Errorf("mem: map %d bytes of shared memory: %w", n, err)
 	}
-	v := &View{region: Region{Of(b).Addr, n, CPU}, tally: tally}
+	v := &View{region: Region{Addr: Of(b).Addr, Len: n}, tally: tally}
 	v.refs.Store(1)
 	return v, nil
 }

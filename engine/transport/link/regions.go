@@ -134,6 +134,12 @@ var ErrNoKey = errors.New("no such key, or a wrong token")
 // ErrNotIts is that of a write with a key that another peer was given.
 var ErrNotIts = errors.New("the key was given to another peer")
 
+// ErrNotInUse is that of a write to memory that no operation of ours uses, and that may be gone.
+var ErrNotInUse = errors.New("no operation of this process uses the memory")
+
+// Idle reports whether the region of a key, which is registered, is in use for no operation. It is for the owner.
+func (t *Regions) Idle(id uint64) bool { return t.slots[id%SlotLimit].Idle() }
+
 // Target is the memory that a write of n bytes from c goes to. It is for the owner.
 func (t *Regions) Target(c transport.Conn, id, token, off, n uint64) (mem.Span, error) {
 	s := t.find(id, token)
@@ -143,6 +149,8 @@ func (t *Regions) Target(c transport.Conn, id, token, off, n uint64) (mem.Span, 
 		bad = ErrNoKey
 	case s.only != nil && s.only != c:
 		bad = ErrNotIts
+	case s.Idle():
+		bad = ErrNotInUse
 	}
 	if bad != nil {
 		return mem.Span{}, fmt.Errorf("the peer wrote %d bytes at offset %d of key %d: %w", n, off, id, bad)

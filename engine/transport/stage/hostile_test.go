@@ -6,6 +6,7 @@ import (
 	"math"
 	"runtime"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -137,6 +138,30 @@ func TestHostileMessages(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestUseEnds: what waits to be copied to GPU memory is not when that is not in use any more.
+func TestUseEnds(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overTCP)
+	dst := onGPU(t, g, 4096, 1)
+	var uses atomic.Int32
+	uses.Store(1)
+	r := dst
+	r.InUse = &uses
+	k := b.Key(t, r)
+	_, end := g.Block(t, "Pin")
+	src := bytes.Repeat([]byte{5}, 4096)
+	a.Post(t, []transport.Op{{Kind: transport.OpWrite, Key: k, Src: []mem.Span{mem.Of(src)}}})
+	until(t, a, b, func() bool { return ours(b).Held.Len() == 1 })
+	uses.Store(0)
+	end()
+	until(t, a, b, func() bool { return b.Down != nil && a.Down != nil })
+	require.ErrorIs(t, b.Down, link.ErrNotInUse)
+	require.Empty(t, b.Writes)
+	b.Free(t, k)
+	holds(t, g, dst, 1)
+	runtime.KeepAlive(src)
 }
 
 func TestPlainFrames(t *testing.T) {

@@ -92,6 +92,8 @@ func (c *Conn) lift(k transport.Key, off, n uint64) error {
 		return fmt.Errorf("the peer wrote to key %d with a wrong token", k.ID)
 	case r.only != nil && r.only != c:
 		return fmt.Errorf("the peer wrote to key %d, which belongs to another peer", k.ID)
+	case r.Idle():
+		return r.notInUse(n)
 	case l.broken != nil:
 		return l.broken
 	case c.lifts == link.HeldMost:
@@ -109,6 +111,11 @@ func (c *Conn) lift(k transport.Key, off, n uint64) error {
 	return nil
 }
 
+// notInUse is why n bytes for r are not copied.
+func (r *region) notInUse(n uint64) error {
+	return fmt.Errorf("the peer wrote %d bytes to key %d: %w", n, r.key.ID, link.ErrNotInUse)
+}
+
 // land enqueues the copies that wait, up to landMost. The first one of a region has to wait until its shadow
 // is pinned. After an error, tick finds out when the copy is over.
 func (f *Fabric) land() {
@@ -123,7 +130,12 @@ func (f *Fabric) land() {
 		q.c.lifts--
 		l.begun++
 		l.copies[0] = cuda.Copy{To: uint64(q.r.Addr) + q.off, From: q.r.seen + q.off, Len: q.n}
-		if err := f.Calls.Enqueue(l.stream, transport.Point{}, l.copies[:], l.word, l.begun); err != nil {
+		copies := l.copies[:]
+		if q.r.Idle() {
+			q.c.Spoil(q.r.notInUse(q.n))
+			copies = nil // the number alone
+		}
+		if err := f.Calls.Enqueue(l.stream, transport.Point{}, copies, l.word, l.begun); err != nil {
 			q.c.Spoil(fmt.Errorf("copy %d bytes to %v: %w", q.n, f.Calls.Name(), err))
 		}
 	}

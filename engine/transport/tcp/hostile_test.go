@@ -151,6 +151,32 @@ func TestHostilePeer(t *testing.T) {
 	})
 }
 
+// TestUseEnds: a write that is under way when its memory is not in use any more goes no further.
+func TestUseEnds(t *testing.T) {
+	noLeaks(t)
+	u := newUser(t, open(t, Options{Listen: "127.0.0.1:0"}))
+	nc, conn := u.bare()
+	const size = 64 << 10
+	var uses atomic.Int32
+	uses.Store(1)
+	r := hold(t, size)
+	r.InUse = &uses
+	key, err := u.f.Register(r)
+	require.NoError(t, err)
+	w := record(header{kind: recWrite, key: key.ID, token: key.Token, length: size}, strings.Repeat("x", size))
+	_, err = nc.Write(w[:len(w)/2])
+	require.NoError(t, err)
+	half := len(w)/2 - headerLen
+	b := r.Span().Bytes()
+	u.until(func() bool { return b[half-1] == 'x' })
+	uses.Store(0)
+	_, err = nc.Write(w[len(w)/2:])
+	require.NoError(t, err)
+	u.until(func() bool { return u.down[conn] != nil })
+	require.ErrorIs(t, u.down[conn], link.ErrNotInUse)
+	require.Equal(t, make([]byte, size-half), b[half:])
+}
+
 // TestBind moves a key from one peer to another.
 func TestBind(t *testing.T) {
 	noLeaks(t)

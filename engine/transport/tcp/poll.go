@@ -198,6 +198,9 @@ func (f *Fabric) receive(c *Conn, ev []transport.Event) (n int) {
 	}
 	tries := 0
 	for limit := x.came + quantum; bad == nil && fresh && !x.more && n < len(ev) && x.came < limit; {
+		if bad = x.idle(); bad != nil {
+			break
+		}
 		x.want(&f.vec, f.Seq, limit-x.came)
 		if f.vec.n == 0 {
 			break

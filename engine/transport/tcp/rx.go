@@ -54,6 +54,14 @@ func (x *rx) writes(key uint64) bool {
 	return x.kind == recWrite && x.key == key && x.rest.Len > 0
 }
 
+// idle is why the rest of a write is not read, or nil: its memory is not in use any more, and may be gone.
+func (x *rx) idle() error {
+	if x.kind == recWrite && x.rest.Len > 0 && x.regions.Idle(x.key) {
+		return fmt.Errorf("the peer is in the middle of a write to key %d, of which %d bytes are missing: %w", x.key, x.rest.Len, link.ErrNotInUse)
+	}
+	return nil
+}
+
 // want fills v with where the next bytes go, payload at most limit; none if
 // the events of this Poll are in the way.
 func (x *rx) want(v *vec, seq, limit uint64) {

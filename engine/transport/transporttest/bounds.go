@@ -21,6 +21,7 @@ var boundsCases = []testCase{
 	{"DeregisterFromAnotherGoroutine", testDeregisterAside},
 	{"DeregisterTwice", testDeregisterTwice},
 	{"BoundKeyIsOnePeers", testBind},
+	{"WriteToMemoryNotInUse", testNotInUse},
 }
 
 // testOutOfBounds posts writes that the peer did not allow. Each ends its own
@@ -190,4 +191,29 @@ func testBind(w *world) {
 	require.Len(w, atA.writes, n)
 	w.holds("target", dst.Span(), 1)
 	arrives(b, atB)
+}
+
+// testNotInUse has a peer write to a key whose memory is not in use: it may be gone.
+func testNotInUse(w *world) {
+	if w.bed.Alone {
+		w.Skip("nobody stands between a peer and memory that it has been shown")
+	}
+	victim := w.open("victim")
+	var uses atomic.Int32
+	r := w.alloc(8)
+	r.InUse = &uses
+	dst := target{r, victim.register(r)}
+	src, evil := w.source(1, 8), w.source(2, 8)
+	for range 2 {
+		a, atA := w.connect(w.open("peer"), victim)
+		uses.Store(2)
+		a.post(dst.write(0, 1, src))
+		w.until("the write arrives", func() bool { return len(atA.writes) == 1 && a.idle() })
+		uses.Store(0)
+		a.post(dst.write(0, 1, evil))
+		w.until("both ends go down", func() bool { return a.isDown && atA.isDown })
+		require.NotErrorIs(w, atA.down, io.EOF)
+		require.Len(w, atA.writes, 1)
+		w.holds("target", dst.Span(), 1)
+	}
 }
