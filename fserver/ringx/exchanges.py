@@ -183,6 +183,8 @@ class Ring(Exchange):
     """Keys go round, the next ones while the rank works, and behind them the sums of their
     gradients, which end at home."""
 
+    most = LEAST
+
     def __init__(self, job: Job, k: Tensor, v: Tensor, *, backward: bool):
         super().__init__(job, k, v, backward=backward)
         self._kv = pack(k, v)

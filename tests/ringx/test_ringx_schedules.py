@@ -29,6 +29,7 @@ from world import GROUPS, Rank, World
 
 from fserver.ringx import api, copies, exchanges, heads, kernels, positions, schedules
 from fserver.ringx.algorithms import ALGORITHMS
+from fserver.ringx.combine import Parts
 from fserver.ringx.ranks import Ranks
 
 COLLECTIVES = {  # the tensor whose bytes count: that of all ranks, where there are two
@@ -137,6 +138,29 @@ def test_moves_what_the_formulas_say(world: World, members, algorithm: str, agre
     calls = max(calls for _, calls, _ in answers)
     most = {"X3": 3, "X3b": 3, "ulysses": 1, "ulysses full": 1}.get(algorithm, len(members))
     assert calls == min(len(members), most)
+
+
+def kept_apart(me: Rank, problem: Problem, algorithm: str) -> int:
+    """The most parts of out, or of dq, that are in memory at a time."""
+    most, add = 0, Parts.add
+
+    def adding(self: Parts, *args: Any, **options: Any) -> None:
+        nonlocal most
+        add(self, *args, **options)
+        most = max(most, len(self._parts))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Parts, "add", adding)
+        attend(me, problem, algorithm)
+    return most
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+def test_parts_take_least_memory_unless_all_keys_are_there(world: World, algorithm: str):
+    """The ring too has one owner's keys at a time."""
+    problem = fitted(Problem(), algorithm, 4)
+    most = max(world.run((0, 1, 2, 3), kept_apart, problem, algorithm))
+    assert most <= (5 if algorithm in ("X3", "X3b") else 2)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
