@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +63,9 @@ class Window:
             return False
         from torch.distributed import _symmetric_memory as symmetric
 
-        torch.cuda.synchronize(self._device)  # what is to be freed may be in use
+        # What is to be freed may be in use here. Other ranks do not use it any more: their copies
+        # come before the last fence, which this waits for. CUDA keeps memory that they have mapped.
+        torch.cuda.synchronize(self._device)
         if have is not None and have.captured:
             self._kept.append(have)
         self._memory.pop(name, None)
@@ -73,8 +76,10 @@ class Window:
             tensor = symmetric.empty(aligned, dtype=torch.uint8, device=self._device)
         except RuntimeError as error:
             problem = error
-        ranks.step = "memory for copies"
-        if any(ranks.ask(problem is not None)):
+        step, ranks.step = ranks.step, "memory for copies"
+        refused = any(ranks.ask(problem is not None))
+        ranks.step = step
+        if refused:
             self._refused[name] = size
             what = problem or "another rank has none"
             warnings.warn(f"ringx: collectives for want of {size} bytes: {what}", stacklevel=2)
@@ -148,25 +153,33 @@ def window_of(ranks: Ranks, device: torch.device) -> Window | None:
 
 def _made(ranks: Ranks, device: torch.device) -> Window | None:
     """A window that has been tried, or None on all ranks."""
+
+    def tried(window: Window) -> Window:
+        if not window.reserve(ranks, "keys", ALIGNED):
+            raise RuntimeError("no memory")
+        with window.call(), window.beside():
+            window.fence()
+        return window
+
+    window = _agreed(ranks, lambda: Window(ranks, device))
+    return window and _agreed(ranks, partial(tried, window))
+
+
+def _agreed(ranks: Ranks, make: Callable[[], Window]) -> Window | None:
+    """What each rank makes, or None on all of them if one cannot. So whatever fails where, the
+    ranks ask each other as often."""
     problem: Exception | None = None
     try:
-        window = Window(ranks, device)
-        if window.reserve(ranks, "keys", ALIGNED):
-            with window.call(), window.beside():
-                window.fence()
-        else:
-            problem = RuntimeError("no memory")
+        window = make()
     except Error:  # a rank does not come: no more can be settled with it
         raise
     except RuntimeError as error:  # such as a backend of symmetric memory without them
         problem = error
-    failed = any(ranks.ask(problem is not None))
-    if problem:
         warnings.warn(
             f"ringx: copies=True uses collectives, because the ranks cannot copy here: {problem}",
             stacklevel=2,
         )
-    return None if failed else window
+    return None if any(ranks.ask(problem is not None)) else window
 
 
 def _place(device: torch.device) -> tuple[str, str]:

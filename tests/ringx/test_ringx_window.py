@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -9,6 +13,7 @@ import torch
 from exact import ROWS, Problem, assembled, attend, check, dense, errors
 from files import in_window, in_window_poisoned, windowed
 from test_ringx_schedules import GLOBAL, LOCAL, attend_mutated, counted, made_wrong
+from torch.distributed import _symmetric_memory
 from world import GROUPS, Rank, World
 
 import fserver
@@ -199,6 +204,70 @@ def test_window_is_not_made_with_a_rank_that_does_not_come(monkeypatch: pytest.M
     monkeypatch.setattr(window, "Window", missing)
     with pytest.raises(fserver.TimeoutError, match="rank 1 does not come"):
         window._made(Told([]), torch.device("cuda", 0))
+
+
+class Paired(Ranks):
+    """Two ranks that are threads. An `ask` that the other does not make fails."""
+
+    timeout = timedelta(seconds=60)
+
+    def __init__(self, rank: int, both: threading.Barrier, texts: list[object]):
+        self.rank, self.size, self.kept, self.step = rank, 2, Kept(), "forward"
+        self._both, self._texts = both, texts
+
+    def ask(self, value: Any, hint: str = "") -> list[Any]:
+        self._texts[self.rank] = value
+        self._both.wait()
+        answers = [*self._texts]
+        self._both.wait()
+        return answers
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a window calls of CUDA does nothing, and there is no memory that ranks share."""
+    for name in ("Stream", "synchronize", "empty_cache", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: None)
+
+    def empty(*_: object, **__: object) -> None:
+        raise RuntimeError("no such memory")
+
+    monkeypatch.setattr(_symmetric_memory, "empty", empty)
+
+
+def both(function: Callable[[Paired], Any]) -> list[Any]:
+    """What it returns for each of two ranks."""
+    barrier, texts = threading.Barrier(2, timeout=10), [None, None]
+    with ThreadPoolExecutor(2) as threads:
+        return [*threads.map(function, (Paired(rank, barrier, texts) for rank in range(2)))]
+
+
+@pytest.mark.parametrize("where", [(), (0,), (0, 1)], ids=["memory", "one rank", "both"])
+def test_ranks_that_cannot_make_a_window_ask_as_often(
+    monkeypatch: pytest.MonkeyPatch, no_gpu: None, where: tuple[int, ...]
+):
+    """Whatever fails, and where: no rank waits for an answer that the other does not give."""
+
+    class Failing(window.Window):
+        def __init__(self, ranks: Ranks, device: torch.device):
+            if ranks.rank in where:
+                raise RuntimeError("no stream")
+            super().__init__(ranks, device)
+
+    monkeypatch.setattr(window, "Window", Failing)
+    with pytest.warns(UserWarning, match="ranks cannot copy here|for want of"):
+        assert both(lambda ranks: window._made(ranks, torch.device("cuda", 0))) == [None, None]
+
+
+def test_later_errors_do_not_name_the_memory_for_copies(no_gpu: None):
+    """An error names what the ranks do when it comes: forward, not what went before."""
+
+    def reserved(ranks: Paired) -> tuple[bool, str]:
+        made = window.Window(ranks, torch.device("cuda", 0))
+        return made.reserve(ranks, "keys", 1), ranks.step
+
+    with pytest.warns(UserWarning, match="collectives for want of 1 bytes: no such memory"):
+        assert both(reserved) == [(False, "forward")] * 2
 
 
 def mutated(me: Rank, *args: Any) -> Any:
