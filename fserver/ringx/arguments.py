@@ -48,19 +48,32 @@ class Options(NamedTuple):
         return q.shape[-1] ** -0.5 if self.scale is None else float(self.scale)
 
 
-# What is wrong on this rank
+# What is wrong on this rank. Every call waits for these checks: long texts are made once, here.
+
+SCALES = torch.finfo(torch.float32)  # kernels take it so, and some are wrong at 0 and below
+WANT_SCALE = (
+    f"a positive number from {SCALES.tiny:g} to {SCALES.max:g} (a negative one: negate q; a "
+    "tensor: multiply q by it)"
+)
+WANT_DTYPE = f"one of {DTYPES}"
+WANT_LAYOUT = f"one of {LAYOUTS}"
+WANT_ALGORITHM = f"auto or one of {[*ALGORITHMS]}"
+
+
+def need(good: object, name: str, value: object, want: str) -> None:
+    """Raises a ConfigError unless the value is good."""
+    if not good:
+        raise ConfigError(f"ringx: {name} {said(value)}: want {want}")
 
 
 def check_flags(**flags: object) -> None:
     for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise ConfigError(f"ringx: {name} {said(flag)}: want True or False")
+        need(isinstance(flag, bool), name, flag, "True or False")
 
 
 def check_layout(layout: str) -> None:
     """Raises a ConfigError unless the layout is valid."""
-    if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise ConfigError(f"ringx: layout {reprlib.repr(layout)}: want one of {LAYOUTS}")
+    need(isinstance(layout, str) and layout in LAYOUTS, "layout", layout, WANT_LAYOUT)
 
 
 def whole(name: str, value: int, least: int) -> int:
@@ -69,19 +82,15 @@ def whole(name: str, value: int, least: int) -> int:
         found = least - 1 if isinstance(value, bool) else index(value)
     except TypeError:
         found = least - 1
-    if found < least:
-        raise ConfigError(f"ringx: {name} {value!r}: want a whole number, {least} or more")
+    need(found >= least, name, value, f"a whole number, {least} or more")
     return found
 
 
 def check_dim(name: str, value: Tensor, dim: int) -> None:
-    if not isinstance(value, Tensor):
-        raise ConfigError(f"ringx: {name} is of type {type(value).__name__}: want a torch.Tensor")
-    if not -value.dim() <= whole("dim", dim, -value.dim()) < value.dim():
-        raise ConfigError(
-            f"ringx: dim {dim}: {name}.shape is {tuple(value.shape)}, want {-value.dim()} to "
-            f"{value.dim() - 1}"
-        )
+    need(isinstance(value, Tensor), name, value, "a torch.Tensor")
+    least, most = -value.dim(), value.dim() - 1
+    good = whole("dim", dim, least) <= most
+    need(good, "dim", dim, f"{least} to {most}, as {name}.shape is {tuple(value.shape)}")
 
 
 def ends_of(cu_seqlens: CuSeqlens) -> tuple[int, ...]:
@@ -97,10 +106,8 @@ def ends_of(cu_seqlens: CuSeqlens) -> tuple[int, ...]:
             found = found.tolist() if found.device.type == "cpu" else None
         ends = tuple(map(index, found))
     except TypeError:
-        raise ConfigError(
-            f"ringx: cu_seqlens {said(cu_seqlens)}: want whole numbers, in a sequence or in a "
-            "tensor on the CPU with one dimension"
-        ) from None
+        want = "whole numbers, in a sequence or in a tensor on the CPU with one dimension"
+        need(False, "cu_seqlens", cu_seqlens, want)
     if len(ends) < 2 or ends[0] or [*ends] != sorted(ends):
         raise ShapeError(
             f"ringx: cu_seqlens {reprlib.repr(ends)}: want cumulative lengths, with 0 first and "
@@ -131,7 +138,9 @@ def check_arguments(
     check_flags(causal=options.causal, copies=options.copies)
     if options.agreed is not None:
         check_flags(agreed=options.agreed)
-    _check_scale(options.scale)
+    if (scale := options.scale) is not None:
+        number = isinstance(scale, (int, float, Real)) and not isinstance(scale, bool)
+        need(number and SCALES.tiny <= scale <= SCALES.max, "scale", scale, WANT_SCALE)
     devices = [pair.split(":")[0] for pair in dist.get_backend_config(ranks.group).split(",")]
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, tensor)
@@ -157,10 +166,9 @@ def check_arguments(
                 f"{q.device}"
             )
     for name, dtype in (("reduce_dtype", options.reduce_dtype), ("q.dtype", q.dtype)):
-        if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
-            raise ConfigError(f"ringx: {name} {reprlib.repr(dtype)}: want one of {DTYPES}")
+        good = isinstance(dtype, torch.dtype) and dtype in DTYPES
+        need(good, name, dtype, WANT_DTYPE)
     _check_algorithm(options, q, ranks.size)
-    _check_documents(options, ranks.size)
 
 
 def _check_tensor(name: str, value: object) -> None:
@@ -191,32 +199,6 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
             raise ShapeError(f"ringx: q.shape {tuple(q.shape)}, {shapes}: want {want}")
 
 
-def _check_documents(options: Options, size: int) -> None:
-    ends = options.ends
-    if ends is None or options.window is not None:
-        return
-    if not options.causal or options.algorithm not in ("auto", "X3"):
-        raise ConfigError(
-            f"ringx: cu_seqlens with algorithm {options.algorithm} and causal={options.causal}: "
-            "want auto or X3, and causal=True"
-        )
-    check_chunks(ends, size)
-
-
-def _check_scale(scale: object) -> None:
-    """Kernels take the scale in float32, and some compute wrong results if it is not above 0."""
-    if scale is None:
-        return
-    want = "want a positive number (a negative one: negate q; a tensor: multiply q by it)"
-    limits = torch.finfo(torch.float32)
-    if isinstance(scale, bool) or not isinstance(scale, Real):
-        raise ConfigError(f"ringx: scale {said(scale)}: {want}")
-    if scale < limits.tiny or not scale <= limits.max:
-        raise ConfigError(
-            f"ringx: scale {reprlib.repr(scale)}: {want} from {limits.tiny:g} to {limits.max:g}"
-        )
-
-
 def layout_of(algorithm: str, causal: bool | None = None, *, window: int | None = None) -> str:
     """Returns the layout that an algorithm of `ringx_attention` needs, for `shard` and `positions`.
 
@@ -233,10 +215,8 @@ def layout_of(algorithm: str, causal: bool | None = None, *, window: int | None 
         ConfigError: the algorithm does not exist or has another mask, or needs ``causal``. Or the
             window is not valid with them.
     """
-    if not isinstance(algorithm, str) or algorithm not in (*ALGORITHMS, "auto"):
-        raise ConfigError(
-            f"ringx: algorithm {reprlib.repr(algorithm)}: want auto or one of {[*ALGORITHMS]}"
-        )
+    known = isinstance(algorithm, str) and algorithm in (*ALGORITHMS, "auto")
+    need(known, "algorithm", algorithm, WANT_ALGORITHM)
     if causal is not None:
         check_flags(causal=causal)
     if window is not None:
@@ -247,21 +227,20 @@ def layout_of(algorithm: str, causal: bool | None = None, *, window: int | None 
                 "and causal=True"
             )
         return SLIDING.layout(True)
-    masks = [True, False] if algorithm == "auto" else [*ALGORITHMS[algorithm].masks]
-    if causal is None and len(masks) > 1:
+    # auto is X3, X4 and ring, or X1o, X3b and ring: ring has the layouts of all of them.
+    how = ALGORITHMS["ring" if algorithm == "auto" else algorithm]
+    if causal is None and len(how.masks) > 1:
         raise ConfigError(
             f"ringx: layout_of({algorithm!r}) depends on the mask: want causal=True or causal=False"
         )
-    causal = masks[0] if causal is None else causal
-    if causal not in masks:
+    causal = next(iter(how.masks)) if causal is None else causal
+    if causal not in how.masks:
         raise ConfigError(
             f"ringx: algorithm {algorithm} with causal={causal}: its mask is "
             f"{'full' if causal else 'causal'} (use causal={not causal}, or one of "
             f"{_fitting(causal)})"
         )
-    if algorithm == "auto":  # among X3, X4 and ring, or X1o, X3b and ring
-        return "zigzag" if causal else "contiguous"
-    return ALGORITHMS[algorithm].layout(causal)
+    return how.layout(causal)
 
 
 def _fitting(causal: bool, layout: str | None = None) -> list[str]:
@@ -272,7 +251,7 @@ def _fitting(causal: bool, layout: str | None = None) -> list[str]:
 
 def _check_algorithm(options: Options, q: Tensor, size: int) -> None:
     algorithm, causal, layout = options[:3]
-    window = options.window
+    window, ends = options.window, options.ends
     wanted = layout_of(algorithm, causal, window=window)
     how = ALGORITHMS.get(algorithm)
     if layout is not None:
@@ -302,6 +281,14 @@ def _check_algorithm(options: Options, q: Tensor, size: int) -> None:
             f"ringx: q has {q.shape[2]} heads, and algorithm {algorithm} divides them over {size} "
             f"ranks: want a multiple of {size} (or use one of {others})"
         )
+    if ends is None or window is not None:
+        return
+    if not causal or algorithm not in ("auto", "X3"):
+        raise ConfigError(
+            f"ringx: cu_seqlens with algorithm {algorithm} and causal={causal}: want auto or X3, "
+            "and causal=True"
+        )
+    check_chunks(ends, size)
 
 
 # What differs between ranks
@@ -324,6 +311,8 @@ def facts_of(
     if gradients is None:
         wanted = any(t is not None and t.requires_grad for t in (q, k, v, sink))
         gradients = wanted and torch.is_grad_enabled()
+    ends = options.ends
+    digest = ends and blake2b(repr(ends).encode(), digest_size=7).hexdigest()
     return {
         "algorithm": options.algorithm,
         "causal": options.causal,
@@ -331,7 +320,7 @@ def facts_of(
         "reduce_dtype": options.reduce_dtype,
         "copies": options.copies,
         GRADIENTS: gradients,
-        "cu_seqlens": _digest(options.ends),
+        "cu_seqlens": ends and f"of digest {digest}",
         "window": options.window,
         "q.dtype": q.dtype,
         **{f"q.shape[{dim}]": q.shape[dim] for dim in (0, 2, 3)},
@@ -341,12 +330,6 @@ def facts_of(
         "q.shape[1]": q.shape[1],
         "k.shape[1]": k.shape[1],
     }
-
-
-def _digest(ends: tuple[int, ...] | None) -> str | None:
-    if ends is None:
-        return None
-    return f"of digest {blake2b(repr(ends).encode(), digest_size=7).hexdigest()}"
 
 
 def settled(
@@ -401,8 +384,7 @@ def settled(
             "or capture ringx_attention(agreed=True))"
         )
     lengths = _compared(ranks, facts, problem, options)
-    if any(len({*values}) > 1 for values in lengths):
-        kept.uneven = True
+    kept.uneven |= any(len({*values}) > 1 for values in lengths)
     if len(kept.agreed) == KNOWN:
         kept.agreed.clear()  # as on all ranks
     kept.agreed[signature] = lengths
@@ -428,23 +410,22 @@ def _compared(
         if theirs:
             kind, text = theirs
             raise kind(f"ringx: rank {rank} of the group has refused its own arguments: {text}")
-    found = [facts for _, facts in answers]
-    algorithm, causal = options[:2]
-    uneven = not causal if algorithm == "auto" else ALGORITHMS[algorithm].uneven
-    uneven = uneven or options.window is not None
-    for name in found[0]:
-        values = [theirs[name] for theirs in found]
-        length = name in ("q.shape[1]", "k.shape[1]")
+    how = ALGORITHMS.get(options.algorithm)
+    uneven = options.window is not None or (how.uneven if how else not options.causal)
+    lengths = {f"{name}.shape[1]": list[int]() for name in "qk"}
+    for name in answers[0][1]:
+        values = [theirs[name] for _, theirs in answers]
         want = "the same on all ranks"
-        if length:
-            want = f"one length (pad the sequence, or use {'X2' if causal else 'X1'})"
+        if name in lengths:
+            lengths[name] = values
+            want = f"one length (pad the sequence, or use {'X2' if options.causal else 'X1'})"
+            if not any(values):
+                raise ShapeError(f"ringx: {name} is 0 on all ranks: want 1 or more on at least one")
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-        if other is not None and not (length and uneven):
+        if other is not None and not (name in lengths and uneven):
             raise (ShapeError if "shape" in name else ConfigError)(
                 f"ringx: {name} is {values[0]} on rank 0 and {values[other]} on rank {other} of "
                 f"the group: want {want}"
             )
-        if length and not any(values):
-            raise ShapeError(f"ringx: {name} is 0 on all ranks: want 1 or more on at least one")
-    of_q, of_k = ([theirs[f"{name}.shape[1]"] for theirs in found] for name in "qk")
+    of_q, of_k = lengths.values()
     return of_q, of_k

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from typing import Any
 
 import torch
@@ -11,9 +10,11 @@ from torch import Tensor
 from fserver.errors import ConfigError
 
 from .api import ringx_attention
+from .arguments import need
 from .ranks import Group
 
 REFUSED = ("softcap", "position_bias", "cache")
+REMEDY = "use another attn_implementation, or a model without it"
 
 
 def register_attention(
@@ -70,11 +71,7 @@ def register_attention(
         refused = {"attention_mask": attention_mask, "dropout": dropout or None}
         refused |= {name: more.get(name) for name in REFUSED}
         for what, given in refused.items():
-            if given is not None:
-                raise ConfigError(
-                    f"ringx: {what} {reprlib.repr(given)}: not supported (use another "
-                    "attn_implementation, or a model without it)"
-                )
+            need(given is None, what, given, f"none (not supported: {REMEDY})")
         for_q, for_k = cu_seq_lens_q, cu_seq_lens_k
         if for_k is not None and (for_q is None or not torch.equal(for_q, for_k)):
             raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Callable
 from functools import partial
 from numbers import Real
@@ -11,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fserver.errors import ConfigError
-
 from .algorithms import ALGORITHMS
 from .api import run
-from .arguments import Options, check_flags
+from .arguments import Options, check_flags, need
 from .ranks import Group
 
 
@@ -24,22 +21,16 @@ def _check_reference(
     deterministic: bool, return_attn_probs: bool,
 ) -> None:  # fmt: skip
     """Checks the arguments that `ringx_attention` does not have."""
-    if not isinstance(dropout_p, Real) or dropout_p != 0:
-        raise ConfigError(
-            f"ringx: dropout_p {reprlib.repr(dropout_p)}: not supported (use 0.0): kernels draw by "
-            "the place in a block, so ranks would not drop what the unsplit model drops"
-        )
-    if not isinstance(window_size, (tuple, list)) or tuple(window_size) != (-1, -1):
-        window = reprlib.repr(window_size)
-        raise ConfigError(f"ringx: window_size {window}: not supported (use (-1, -1))")
-    if alibi_slopes is not None:
-        raise ConfigError("ringx: alibi_slopes: not supported (use None)")
+    off = isinstance(dropout_p, Real) and dropout_p == 0
+    reason = "kernels draw by the place in a block, so ranks would not drop what the unsplit model"
+    need(off, "dropout_p", dropout_p, f"0.0 (others are not supported: {reason} drops)")
+    none = isinstance(window_size, (tuple, list)) and tuple(window_size) == (-1, -1)
+    need(none, "window_size", window_size, "(-1, -1) (others are not supported)")
+    need(alibi_slopes is None, "alibi_slopes", alibi_slopes, "None (others are not supported)")
     check_flags(deterministic=deterministic, return_attn_probs=return_attn_probs)
-    if deterministic and q.is_cuda and not torch.are_deterministic_algorithms_enabled():
-        raise ConfigError(
-            "ringx: deterministic True: torch decides which kernels it uses (call "
-            "torch.use_deterministic_algorithms(True) first, or use deterministic=False)"
-        )
+    free = deterministic and q.is_cuda and not torch.are_deterministic_algorithms_enabled()
+    reason = "torch decides which kernels it uses: call torch.use_deterministic_algorithms(True)"
+    need(not free, "deterministic", deterministic, f"False ({reason} first)")
 
 
 def _like_reference(algorithm: str) -> Callable[..., Any]:

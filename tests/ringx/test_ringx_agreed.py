@@ -122,7 +122,9 @@ def test_a_rank_that_is_wrong_alone(world: World):
     """It hears its own error."""
     answers = world.run(ALL, alone, {"scale": -1.0})
     kind, text = answers[1][0]
-    assert kind == "ConfigError" and text.startswith("ringx: scale -1.0: want a positive")
+    assert kind == "ConfigError" and text.startswith(
+        "ringx: scale -1.0 of type float: want a positive"
+    )
     assert answers[0][0][0] in ("TimeoutError", "Error")
 
 

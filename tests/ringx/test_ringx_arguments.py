@@ -69,7 +69,10 @@ def refused(
 
 REFUSED = [
     ({"agreed": True, "q": (1, 4, 0, 8)}, "ShapeError: ringx: q.shape (1, 4, 0, 8), k.shape"),
-    ({"algorithm": "X9"}, "ConfigError: ringx: algorithm 'X9': want auto or one of ['X1'"),
+    (
+        {"algorithm": "X9"},
+        "ConfigError: ringx: algorithm 'X9' of type str: want auto or one of ['X1'",
+    ),
     ({"algorithm": "X1"}, "causal=True: its mask is full (use causal=False, or one of ['X2'"),
     ({"causal": False}, "algorithm X3 with causal=False: its mask is causal (use causal=True"),
     ({"q": (1, 5, 2, 8), "k": (1, 5, 2, 8)}, "ShapeError: ringx: q.shape[1] is 5, but zigzag"),
@@ -89,8 +92,8 @@ REFUSED = [
     ),
     ({"v": (1, 4, 1, 8)}, "k.shape (1, 4, 2, 8), v.shape (1, 4, 1, 8): want k.shape for v"),
     ({"v_dtype": torch.float64}, "ConfigError: ringx: v is torch.float64 on cpu, but q is torch"),
-    ({"dtype": torch.int32}, "ConfigError: ringx: q.dtype torch.int32: want one of"),
-    ({"reduce_dtype": torch.int32}, "reduce_dtype torch.int32: want one of"),
+    ({"dtype": torch.int32}, "ConfigError: ringx: q.dtype torch.int32 of type dtype: want one of"),
+    ({"reduce_dtype": torch.int32}, "reduce_dtype torch.int32 of type dtype: want one of"),
     ({"sink": torch.ones(3)}, "sink has shape (3,) and is torch.float32 on cpu: want shape (2,)"),
     ({"q": (1, 4, 0, 8)}, "empty"),
     (
@@ -99,16 +102,16 @@ REFUSED = [
     ),
     (
         {"function": "ringX3_attn_func", "causal": True, "dropout_p": 0.1},
-        "ConfigError: ringx: dropout_p 0.1: not supported (use 0.0): kernels draw by the place in "
-        "a block, so ranks would not drop what the unsplit model drops",
+        "ConfigError: ringx: dropout_p 0.1 of type float: want 0.0 (others are not supported: "
+        "kernels draw by the place in a block, so ranks would not drop what the unsplit model dr",
     ),
     (
         {"function": "ringX3_attn_func", "causal": True, "window_size": (8, 0)},
-        "ConfigError: ringx: window_size (8, 0): not supported (use (-1, -1))",
+        "ConfigError: ringx: window_size (8, 0) of type tuple: want (-1, -1) (others are n",
     ),
     (
         {"function": "ringX3_attn_func", "causal": True, "alibi_slopes": torch.ones(2)},
-        "ConfigError: ringx: alibi_slopes: not supported (use None)",
+        "ConfigError: ringx: alibi_slopes tensor([1., 1.]) of type Tensor: want None (others are n",
     ),
     ({"function": "ringX2_attn_func"}, "X2 with causal=False: its mask is causal"),
     ({"function": "ringX3b_attn_func", "causal": True}, "X3b with causal=True: its mask is full"),
@@ -143,7 +146,10 @@ REFUSED = [
         "a multiple of 2 (or use one of ['X2', 'X2o'])",
     ),
     ({"algorithm": "ring", "layout": "contiguous"}, "ring, which needs zigzag parts (shard by lay"),
-    ({"layout": "striped"}, "ConfigError: ringx: layout 'striped': want one of ('contiguous', 'zi"),
+    (
+        {"layout": "striped"},
+        "ConfigError: ringx: layout 'striped' of type str: want one of ('contig",
+    ),
 ]
 
 
@@ -177,19 +183,22 @@ class Trap:
 
 
 X = torch.ones(1, 4, 2, 8)
-POSITIVE = "want a positive number (a negative one: negate q; a tensor: multiply q by it)"
+POSITIVE = (
+    "want a positive number from 1.17549e-38 to 3.40282e+38 (a negative one: negate q; a tensor: "
+    "multiply q by it)"
+)
 REFERENCE = {"function": "ringX3_attn_func", "causal": True}
 ODD = [
     *(
         ({"scale": value, **mask}, f"ConfigError: ringx: scale {text}: {POSITIVE}")
         for mask in ({}, {"algorithm": "auto", "causal": False})
         for value, text in (
-            (0, "0"),
-            (-0.3, "-0.3"),
-            (1e-46, "1e-46"),
-            (float("nan"), "nan"),
-            (float("inf"), "inf"),
-            (10**400, "100000000000000000...0000000000000000000"),
+            (0, "0 of type int"),
+            (-0.3, "-0.3 of type float"),
+            (1e-46, "1e-46 of type float"),
+            (float("nan"), "nan of type float"),
+            (float("inf"), "inf of type float"),
+            (10**400, "100000000000000000...0000000000000000000 of type int"),
             ("a", "'a' of type str"),
             (True, "True of type bool"),
             (torch.tensor(0.3), "tensor(0.3000) of type Tensor"),
@@ -219,20 +228,35 @@ ODD = [
     ),
     ({"sink": [1.0, 2.0]}, "ConfigError: ringx: sink [1.0, 2.0] of type list: want a torch.Tensor"),
     ({"sink": torch.ones(2).to_sparse()}, "ConfigError: ringx: sink is torch.sparse_coo: want a"),
-    ({"algorithm": ["X3"]}, "ConfigError: ringx: algorithm ['X3']: want auto or one of ['X1'"),
+    ({"algorithm": ["X3"]}, "ConfigError: ringx: algorithm ['X3'] of type list: want auto or"),
     (
         {"layout": ["zigzag"]},
-        "ConfigError: ringx: layout ['zigzag']: want one of ('contiguous', 'z",
+        "ConfigError: ringx: layout ['zigzag'] of type list: want one of ('con",
     ),
-    ({"algorithm": None}, "ConfigError: ringx: algorithm None: want auto or one of ['X1'"),
-    ({"reduce_dtype": "float32"}, "ConfigError: ringx: reduce_dtype 'float32': want one of"),
+    ({"algorithm": None}, "ConfigError: ringx: algorithm None of type NoneType: want auto or"),
+    (
+        {"reduce_dtype": "float32"},
+        "ConfigError: ringx: reduce_dtype 'float32' of type str: want one",
+    ),
     ({"agreed": "no"}, "ConfigError: ringx: agreed 'no' of type str: want True or False"),
     ({"copies": torch.ones(2)}, "of type Tensor: want True or False"),
     ({"return_lse": None}, "ConfigError: ringx: return_lse None of type NoneType: want True or"),
-    ({**REFERENCE, "window_size": None}, "ConfigError: ringx: window_size None: not supported"),
-    ({**REFERENCE, "window_size": -1}, "ConfigError: ringx: window_size -1: not supported"),
-    ({**REFERENCE, "dropout_p": "a"}, "ConfigError: ringx: dropout_p 'a': not supported (use 0.0)"),
-    ({**REFERENCE, "softmax_scale": -1.0}, f"ConfigError: ringx: scale -1.0: {POSITIVE}"),
+    (
+        {**REFERENCE, "window_size": None},
+        "ConfigError: ringx: window_size None of type NoneType: want (-",
+    ),
+    (
+        {**REFERENCE, "window_size": -1},
+        "ConfigError: ringx: window_size -1 of type int: want (-1, -",
+    ),
+    (
+        {**REFERENCE, "dropout_p": "a"},
+        "ConfigError: ringx: dropout_p 'a' of type str: want 0.0 (othe",
+    ),
+    (
+        {**REFERENCE, "softmax_scale": -1.0},
+        f"ConfigError: ringx: scale -1.0 of type float: {POSITIVE}",
+    ),
     ({**REFERENCE, "deterministic": None}, "deterministic None of type NoneType: want True or"),
     (
         {**REFERENCE, "window_size": (Trap(), 0)},
@@ -319,7 +343,10 @@ def test_deterministic(world: World):
     """On a GPU torch decides; on a CPU all is."""
     first, second = world.run((0, 1), deterministic)
     assert "rank 1 of the group has refused its own arguments" in first
-    assert "ringx: deterministic True: torch decides which kernels it uses (call " in second
+    assert (
+        "deterministic True of type bool: want False (torch decides which kernels it uses: call "
+        in second
+    )
     arguments = X.as_subclass(OnGpu), 0.0, (-1, -1), None, True, False
     with pytest.raises(ConfigError, match="torch decides"):
         functions._check_reference(*arguments)
@@ -533,8 +560,8 @@ def test_layout_of():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("X9",), "ringx: algorithm 'X9': want auto or one of ['X1'"),
-        ((3,), "ringx: algorithm 3: want auto or one of ['X1'"),
+        (("X9",), "ringx: algorithm 'X9' of type str: want auto or one of ['X1'"),
+        ((3,), "ringx: algorithm 3 of type int: want auto or one of ['X1'"),
         (("auto",), "ringx: layout_of('auto') depends on the mask: want causal=True or"),
         (("ring",), "ringx: layout_of('ring') depends on the mask: want causal=True or"),
         (("auto", 1), "ringx: causal 1 of type int: want True or False"),
@@ -590,21 +617,33 @@ def test_zigzag_positions():
     ("call", "kind", "text"),
     [
         (lambda: positions(12, "zigzag", 3, 3), ConfigError, "rank 3 with size 3: want 0 to 2"),
-        (lambda: positions(12, "zigzag", -1, 3), ConfigError, "rank -1: want a whole number, 0 or"),
-        (lambda: positions(4, "zigzag", 0, 0), ConfigError, "size 0: want a whole number, 1 or"),
-        (lambda: positions(4.0, "zigzag", 0, 1), ConfigError, "length 4.0: want a whole number"),
-        (lambda: positions(-4, "contiguous", 0, 1), ConfigError, "length -4: want a whole number"),
-        (lambda: positions("4", "zigzag", 0, 1), ConfigError, "length '4': want a whole number"),
-        (lambda: positions(4, ["zigzag"], 0, 1), ConfigError, "layout ['zigzag']: want one of"),
-        (lambda: shard([1, 2], "zigzag", 0, 1), ConfigError, "x is of type list: want a torch.T"),
+        (
+            lambda: positions(12, "zigzag", -1, 3),
+            ConfigError,
+            "rank -1 of type int: want a whole num",
+        ),
+        (lambda: positions(4, "zigzag", 0, 0), ConfigError, "size 0 of type int: want a whole num"),
+        (lambda: positions(4.0, "zigzag", 0, 1), ConfigError, "length 4.0 of type float: want a "),
+        (
+            lambda: positions(-4, "contiguous", 0, 1),
+            ConfigError,
+            "length -4 of type int: want a who",
+        ),
+        (lambda: positions("4", "zigzag", 0, 1), ConfigError, "length '4' of type str: want a wh"),
+        (
+            lambda: positions(4, ["zigzag"], 0, 1),
+            ConfigError,
+            "layout ['zigzag'] of type list: want one of",
+        ),
+        (lambda: shard([1, 2], "zigzag", 0, 1), ConfigError, "x [1, 2] of type list: want a tor"),
         (
             lambda: shard(X, "zigzag", 0, 1, dim=9),
             ConfigError,
-            "dim 9: x.shape is (1, 4, 2, 8), want -4 to 3",
+            "dim 9 of type int: want -4 to 3, as x.shape is (1, 4, 2, 8)",
         ),
-        (lambda: shard(X, "zigzag", 0, 1, dim=-5), ConfigError, "dim -5: want a whole number, -4"),
+        (lambda: shard(X, "zigzag", 0, 1, dim=-5), ConfigError, "dim -5 of type int: want a whole"),
         (lambda: unshard([], "zigzag"), ConfigError, "parts (): want one tensor for each rank"),
-        (lambda: unshard([X, 3], "zigzag"), ConfigError, "parts[1] is of type int: want a torch.T"),
+        (lambda: unshard([X, 3], "zigzag"), ConfigError, "parts[1] 3 of type int: want a torch.T"),
         (
             lambda: unshard([X[:, :1], X[:, 1:]], "contiguous"),
             ShapeError,

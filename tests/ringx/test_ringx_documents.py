@@ -221,10 +221,16 @@ REFUSED = [
         "algorithm X4 and causal=True: want auto or X3, an",
     ),
     ({"cu_seqlens": [0, 24], "layout": "contiguous"}, "algorithm auto, which needs zigzag parts"),
-    ({"window": 0}, "ConfigError: ringx: window 0: want a whole number, 1 or more"),
-    ({"window": -1}, "ConfigError: ringx: window -1: want a whole number, 1 or more"),
-    ({"window": True}, "ConfigError: ringx: window True: want a whole number, 1 or more"),
-    ({"window": (4, 0)}, "ConfigError: ringx: window (4, 0): want a whole number, 1 or more"),
+    ({"window": 0}, "ConfigError: ringx: window 0 of type int: want a whole number, 1 or more"),
+    ({"window": -1}, "ConfigError: ringx: window -1 of type int: want a whole number, 1 or more"),
+    (
+        {"window": True},
+        "ConfigError: ringx: window True of type bool: want a whole number, 1 or more",
+    ),
+    (
+        {"window": (4, 0)},
+        "ConfigError: ringx: window (4, 0) of type tuple: want a whole number, 1 or more",
+    ),
     (
         {"window": 4, "causal": False},
         "window 4 with algorithm auto and causal=False: want auto and",

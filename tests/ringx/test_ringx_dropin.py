@@ -168,10 +168,16 @@ REFUSED = [
         for module, (causal, _) in MODULES.items()
     ),
     ({"function": "ringX_varlen_attn_func", "causal": True}, "ConfigError: ringx: algorithm X1o"),
-    ({"function": "ringX1o_attn_func", "dropout_p": 0.1}, "ConfigError: ringx: dropout_p 0.1: not"),
-    ({"function": "ringX3_attn_func", "window_size": (8, 0)}, "ringx: window_size (8, 0): not"),
-    ({"function": "ringX4_attn_func", "alibi_slopes": torch.ones(2)}, "ringx: alibi_slopes: not"),
-    ({"function": "ringX2_attn_func", "softmax_scale": -1.0}, "ringx: scale -1.0: want a positive"),
+    ({"function": "ringX1o_attn_func", "dropout_p": 0.1}, "ConfigError: ringx: dropout_p 0.1 of "),
+    (
+        {"function": "ringX3_attn_func", "window_size": (8, 0)},
+        "ringx: window_size (8, 0) of type tuple: w",
+    ),
+    (
+        {"function": "ringX4_attn_func", "alibi_slopes": torch.ones(2)},
+        "alibi_slopes tensor([1., 1.]) of type Tensor: w",
+    ),
+    ({"function": "ringX2_attn_func", "softmax_scale": -1.0}, "ringx: scale -1.0 of type float: w"),
     ({"function": "ringX3_attn_func", "length": 5}, "ShapeError: ringx: q.shape[1] is 5, but zigz"),
 ]
 

@@ -125,4 +125,6 @@ def test_what_it_refuses(world: World):
         assert "attention_mask hides tokens" in mask
         assert "layout zigzag with algorithm auto, window=4, which needs contiguous" in window
         assert "cu_seq_lens_k differs from cu_seq_lens_q: not supported" in ends
-        assert "dropout 0.5: not supported" in dropout
+        assert (
+            "dropout 0.5 of type float: want none (not supported: use another attn_impl" in dropout
+        )
