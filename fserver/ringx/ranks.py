@@ -6,8 +6,8 @@ import pickle
 import re
 import reprlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -31,24 +31,16 @@ UNUSABLE = "The group is no longer usable: end its processes, or make a new grou
 """The remedy in messages."""
 
 
+@dataclass(eq=False)
 class Kept:
-    """What this process keeps of a group from call to call.
+    """What this process keeps of a group from call to call."""
 
-    Attributes:
-        control: the backend by which `Ranks.ask` compares.
-        calls: how many calls of `ringx_attention` this process has made.
-        agreed: the arguments that all ranks have compared, and the lengths of all ranks with them.
-        uneven: whether the ranks had different lengths once.
-        broken: whether a rank has missed a comparison.
-        window: what the ranks copy by, if they can; False as long as nobody has asked.
-    """
-
-    def __init__(self) -> None:
-        self.control: Any = None
-        self.calls = 0
-        self.agreed: dict[object, Lengths] = {}
-        self.uneven = self.broken = False
-        self.window: Any = False
+    control: Any = None  # the backend by which `Ranks.ask` compares
+    calls: int = 0  # of `ringx_attention` that this process has made
+    agreed: dict[object, Lengths] = field(default_factory=dict)  # by arguments that all compared
+    uneven: bool = False  # whether the ranks had different lengths once
+    broken: bool = False  # whether a rank has missed a comparison
+    window: Any = False  # what the ranks copy by, or None; False as long as nobody has asked
 
 
 _kept: WeakKeyDictionary[dist.ProcessGroup, Kept] = WeakKeyDictionary()
@@ -91,16 +83,10 @@ class Ranks:
     def scatter_sum(self, mine: Tensor, tensor: Tensor) -> Collective:
         return self._start("the reduce-scatter", dist.reduce_scatter_tensor, mine, tensor)
 
-    def exchange(
-        self,
-        got: Tensor,
-        tensor: Tensor,
-        of_each: list[int] | None = None,
-        to_each: list[int] | None = None,
-    ) -> Collective:
-        """Row r goes to rank r, and comes from it; or so many rows as `of_each` (of `got`) and
-        `to_each` (of `tensor`) say for each rank."""
-        return self._start("the all-to-all", dist.all_to_all_single, got, tensor, of_each, to_each)
+    def exchange(self, got: Tensor, tensor: Tensor, *rows: list[int]) -> Collective:
+        """Row r goes to rank r, and comes from it. Or two lists say how many rows of `got` come
+        from each rank, and how many of `tensor` go to each."""
+        return self._start("the all-to-all", dist.all_to_all_single, got, tensor, *rows)
 
     def pass_on(self, got: Tensor, tensor: Tensor) -> Collective:
         """Sends to the next rank, and receives from the one before."""
@@ -110,8 +96,8 @@ class Ranks:
         ops = [dist.P2POp(op, what, members[peer], group) for op, what, peer in pairs]
         what = f"passing on from rank {before} to rank {after}"
         # gloo's transfers between two ranks know the group's timeout only if they are told.
-        limit = None if tensor.is_cuda else self.timeout
-        return Collective(self, what, lambda: dist.batch_isend_irecv(ops), limit)
+        limit = () if tensor.is_cuda else (self.timeout,)
+        return Collective(self, what, lambda: dist.batch_isend_irecv(ops), *limit)
 
     def _start(self, what: str, call: Callable[..., Any], *args: Any) -> Collective:
         return Collective(self, what, lambda: [call(*args, group=self.group, async_op=True)])
@@ -161,22 +147,16 @@ class Ranks:
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # no other rank's doing
         except RuntimeError as error:
-            raise self._failure(what, error, hint) from error
-
-    def _failure(self, what: str, error: RuntimeError, hint: str) -> Error:
-        over = re.search("time(d |-)?out", str(error), re.IGNORECASE)
-        members = reprlib.repr(dist.get_process_group_ranks(self.group))
-        text = (
-            f"ringx: {self.step}: {what} {'timed out' if over else 'failed'} on rank {self.rank} "
-            f"of the group (global ranks {members}). At least one rank has not made the same call, "
-            f"or has ended: see the output of the other ranks. "
-            f"{hint if over else ''}{UNUSABLE}"
-        )
-        if over:
-            text += (
-                " If ranks are only slow, give init_process_group or new_group a longer timeout."
-            )
-        return (TimeoutError if over else Error)(f"{text} torch.distributed says: {error}")
+            over = re.search("time(d |-)?out", str(error), re.IGNORECASE)
+            members = reprlib.repr(dist.get_process_group_ranks(self.group))
+            slow = "If ranks are only slow, give init_process_group or new_group a longer timeout. "
+            raise (TimeoutError if over else Error)(
+                f"ringx: {self.step}: {what} {'timed out' if over else 'failed'} on rank "
+                f"{self.rank} of the group (global ranks {members}). At least one rank has not "
+                "made the same call, or has ended: see the output of the other ranks. "
+                f"{hint if over else ''}{UNUSABLE} {slow if over else ''}"
+                f"torch.distributed says: {error}"
+            ) from error
 
 
 def said(value: object) -> str:
@@ -221,17 +201,12 @@ class Collective:
     """A collective that has been started, in one piece or several. Keeps its tensors until it has
     been waited for."""
 
-    def __init__(
-        self, ranks: Ranks, what: str, start: Callable[[], list[dist.Work]],
-        limit: timedelta | None = None,
-    ):  # fmt: skip
+    def __init__(self, ranks: Ranks, what: str, start: Callable[[], list[dist.Work]], *limit: Any):
         self._ranks, self._what, self._limit = ranks, what, limit
         self._works = ranks.guarded(what, start)
         self._kept: object = start  # has the tensors
 
     def wait(self) -> None:
         """Lets the current stream wait for the result, on a CPU the caller."""
-        limit = () if self._limit is None else (self._limit,)
-        for work in self._works:
-            self._ranks.guarded(self._what, partial(work.wait, *limit))
+        self._ranks.guarded(self._what, lambda: [work.wait(*self._limit) for work in self._works])
         self._kept = None
