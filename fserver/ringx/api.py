@@ -279,19 +279,24 @@ def _group_of(name: str) -> dist.ProcessGroup | None:
     return _resolve_process_group(named) if name else None
 
 
-@torch.library.custom_op("fserver::ringx_attention", mutates_args=())
-def _opaque(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_seqlens: Tensor | None, group: str,
-    algorithm: str, causal: bool, layout: str | None, scale: float | None,
-    reduce_dtype: torch.dtype, agreed: bool | None, copies: bool, window: int | None,
-    gradients: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? cu_seqlens"
+OPTIONS = (
+    "str group, str algorithm, bool causal, str? layout, float? scale, ScalarType reduce_dtype, "
+    "bool? agreed, bool copies, int? window, bool gradients"
+)
+"""Those of `Options`, behind the group. `gradients`: whether a backward may follow."""
+
+
+@torch.library.custom_op(
+    "fserver::ringx_attention",
+    mutates_args=(),
+    schema=f"({INPUTS}, {OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)
+def _opaque(q: Tensor, k: Tensor, v: Tensor, sink: Any, ends: Any, group: str, *how: Any) -> Any:
     """Returns out, lse, and for backward, on the CPU: the lengths of q and of k on all ranks, and
     which kernels were enabled, ``[2 N + 4]``."""
-    options = Options(
-        algorithm, causal, layout, scale, reduce_dtype, agreed, copies, window, cu_seqlens
-    )
-    ranks = ranks_of(_group_of(group))
+    *some, gradients = how
+    options, ranks = Options._make((*some, ends)), ranks_of(_group_of(group))
     lengths = settled(ranks, q, k, v, sink, options, lambda: None, gradients)
     with _on(q):
         plan = _planned(ranks, lengths, q, k, sink, options)
@@ -301,35 +306,33 @@ def _opaque(
 
 
 @_opaque.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_seqlens: Tensor | None, group: str,
-    *_: object,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _(q: Tensor, k: Tensor, v: Tensor, sink: Any, ends: Any, group: str, *_: object) -> Any:
     batch, rows, heads, _dim = q.shape
     lse = q.new_empty((batch, heads, rows), dtype=accumulator(q.dtype))
     size = ranks_of(_group_of(group)).size
     return q.new_empty(q.shape), lse, torch.empty(2 * size + len(ENABLED), dtype=torch.int64)
 
 
-@torch.library.custom_op("fserver::ringx_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "fserver::ringx_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor dout, Tensor out, Tensor lse, Tensor kept, {INPUTS}, {OPTIONS}) -> Tensor[]",
+)
 def _opaque_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_seqlens: Tensor | None,
-    out: Tensor, lse: Tensor, kept: Tensor, group: str, algorithm: str, causal: bool,
-    scale: float | None, reduce_dtype: torch.dtype, copies: bool, window: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of q, k, v and sink; without a sink, an empty one."""
-    options = Options(
-        algorithm, causal, None, scale, reduce_dtype, None, copies, window, cu_seqlens
-    )
-    ranks, numbers = ranks_of(_group_of(group)), kept.tolist()
+    dout: Tensor, out: Tensor, lse: Tensor, kept: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    sink: Any, ends: Any, group: str, *how: Any,
+) -> list[Tensor]:  # fmt: skip
+    """Returns the gradients of q, k and v, and of sink if there is one."""
+    options, ranks = Options._make((*how[:-1], ends)), ranks_of(_group_of(group))
+    numbers = kept.tolist()
     size = ranks.size
     lengths, flags = (numbers[:size], numbers[size : 2 * size]), numbers[2 * size :]
     with _on(q):
         plan = _planned(ranks, lengths, q, k, sink, options)
         given = Given(dout.contiguous(), *_even(q, k, v), out, lse)
         with enabling([one for one, flag in zip(ENABLED, flags, strict=True) if flag]):
-            dq, dk, dv, dsink = backward_of(given, sink, *plan)
-    return _alone(dq), _alone(dk), _alone(dv), q.new_empty(0) if dsink is None else dsink
+            grads = backward_of(given, sink, *plan)
+    return [_alone(grad) for grad in grads if grad is not None]
 
 
 def _alone(t: Tensor) -> Tensor:
@@ -340,23 +343,18 @@ def _alone(t: Tensor) -> Tensor:
 
 
 @_opaque_backward.register_fake
-def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *_: object
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
+def _(dout: Tensor, out: Tensor, lse: Tensor, kept: Tensor, *inputs: Any) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in inputs[:4] if t is not None]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, group, algorithm, causal, _, scale, reduce_dtype, _, copies, window, _ = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.how = group, algorithm, causal, scale, reduce_dtype, copies, window
+    ctx.save_for_backward(*output, *inputs[:5])
+    ctx.how = inputs[5:]
 
 
 def _gradients(ctx: Any, dout: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    sink = ctx.saved_tensors[3]
-    *found, dsink = _opaque_backward(dout, *ctx.saved_tensors, *ctx.how)
-    return *found, None if sink is None else dsink, *[None] * 11
+    found = _opaque_backward(dout, *ctx.saved_tensors, *ctx.how)
+    return *found, *[None] * (15 - len(found))
 
 
 _opaque.register_autograd(_gradients, setup_context=_keep)
