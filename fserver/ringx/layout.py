@@ -171,16 +171,15 @@ def _gathered(part: Tensor, dim: int, ranks: Ranks) -> list[Tensor]:
     length, kind = 0, ()
     try:
         check_dim("parts", part, dim)
-        length, rest = part.shape[dim], [*part.shape]
-        rest[dim] = -1
-        kind = part.dtype, dim % part.dim(), *rest
+        length = part.shape[dim]
+        kind = part.dtype, dim % part.dim(), *part.shape[:dim], *part.shape[dim:][1:]
     except ConfigError as error:
         problem = error
     lengths, kinds = zip(*ranks.ask((length, kind)), strict=True)
     if problem:
         raise problem
-    if len({*kinds}) > 1:
-        other = next(rank for rank in range(ranks.size) if kinds[rank] != kind)
+    other = next((rank for rank in range(ranks.size) if kinds[rank] != kind), None)
+    if other is not None:
         raise ShapeError(
             f"ringx: parts of rank {other} of the group differs from that of rank {ranks.rank}, "
             f"{part.dtype} {tuple(part.shape)} with dim {dim}, in more than the length: want one "
