@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +42,15 @@ class Parts:
         self._rows, self._dtype, self._most = rows, dtype, most
         self._parts: list[Part] = []
 
-    def add(self, rows: slice, value: Tensor, lse: Tensor | None = None) -> None:
+    def add(self, rows: slice | Tensor, value: Tensor, lse: Tensor | None = None) -> None:
+        """Adds what some rows got. If an index picks them, the others get nothing."""
+        if isinstance(rows, Tensor):
+            every = value.new_zeros(value.shape[0], self._rows, *value.shape[2:])
+            value = every.index_copy_(1, rows, value)
+            if lse is not None:
+                none = lse.new_full((*lse.shape[:2], self._rows), -torch.inf)
+                lse = none.index_copy_(2, rows, lse)
+            rows = slice(0, self._rows)
         if len(self._parts) == self._most:
             self.settle()
         self._parts.append(Part(rows, value, lse))
@@ -80,9 +88,8 @@ def _combine(parts: list[Part], value: Tensor, lse: Tensor | None) -> None:
     kept = torch.promote_types(value.dtype, torch.float32)
     total = torch.zeros(value.shape, dtype=kept, device=value.device)
     level = None if lse is None else torch.full_like(lse, -torch.inf)
-    if level is not None:
-        for rows, _, some in parts:
-            assert some is not None
+    for rows, _, some in parts:
+        if level is not None and some is not None:
             level[:, :, rows] = torch.logaddexp(level[:, :, rows], some)
     for rows, part, some in parts:
         if level is not None and some is not None:
@@ -110,18 +117,16 @@ class Trial:
 
     def module(self, device: torch.device) -> ModuleType | None:
         """Returns the module with the kernel, or None as long as the kernel has not run."""
-        if self._module is None and time.monotonic() >= self._next and not capturing(device):
-            self._try(device)
-        return self._module
-
-    def _try(self, device: torch.device) -> None:
+        if self._module or time.monotonic() < self._next or capturing(device):
+            return self._module
         try:
             from . import fused
 
             small = torch.ones(1, 2, 1, 16, dtype=torch.bfloat16, device=device)
-            half: Any = Part(slice(1, 2), small[:, 1:], small[:, 1:, :, 0].float().transpose(1, 2))
-            parts = [Part(slice(0, 2), small, small[..., 0].float().transpose(1, 2)), half]
-            fused.combine(parts, torch.empty_like(small), small.new_empty(1, 1, 2).float())
+            lse = small[..., 0].float().transpose(1, 2)
+            parts = [Part(slice(0, 2), small, lse), Part(slice(1, 2), small[:, 1:], lse[..., 1:])]
+            fused.combine(parts, torch.empty_like(small), torch.empty_like(lse))
+            self._module = fused
         except ImportError:
             self._next = float("inf")
         except Exception as error:
@@ -131,8 +136,7 @@ class Trial:
                 f"slower; it is tried again after {self.PAUSE:g} s: {error}",
                 stacklevel=2,
             )
-        else:
-            self._module = fused
+        return self._module
 
 
 _trial = Trial()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -68,20 +68,14 @@ def combine(parts: list[Part], out: Tensor, lse: Tensor | None) -> None:
     """Fills out ``[B, S, H, D]`` and, for parts that have one, lse ``[B, H, S]``, contiguous. They
     may be those of the first part: a program reads its rows before it writes them."""
     batch, length, heads, dim = out.shape
-    values, lses, strides, bounds = [], [], [], []
-    for part in parts:
-        value = part.value if part.value.stride(3) == 1 else part.value.contiguous()
-        level: Any = part.lse if part.lse is not None else value
-        of_lse = level.stride() if part.lse is not None else (0, 0, 0)
-        values.append(value)
-        lses.append(level)
-        strides.append((*value.stride()[:3], *of_lse))
-        bounds.append((part.rows.start, part.rows.stop))
+    values = tuple(p.value if p.value.stride(3) == 1 else p.value.contiguous() for p in parts)
+    lses = tuple(value if p.lse is None else p.lse for p, value in zip(parts, values, strict=True))
+    strides = tuple((*v.stride()[:3], *s.stride()[:3]) for v, s in zip(values, lses, strict=True))
+    bounds = tuple((p.rows.start, p.rows.stop) for p in parts)
     total, width = batch * length * heads, triton.next_power_of_2(dim)
     rows = max(1, VALUES // width)
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
         _kernel[triton.cdiv(total, rows),](
-            out, out if lse is None else lse, tuple(values), tuple(lses), tuple(strides),
-            tuple(bounds), total, length, heads, dim,
-            WEIGHED=lse is not None, ROWS=rows, WIDTH=width,
+            out, out if lse is None else lse, values, lses, strides, bounds,
+            total, length, heads, dim, WEIGHED=lse is not None, ROWS=rows, WIDTH=width,
         )  # fmt: skip

@@ -135,7 +135,7 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, exchange: Callable[..., E
     answers = Parts(q.shape[1], accumulator(q.dtype), travelling.most)
     for block, k, v in travelling.arrivals():
         some = q[:, block.rows], k, v, block.mask, job.scale
-        _add(answers, q, block.rows, *_attention(block.mask).forward(*some))
+        answers.add(block.rows, *_attention(block.mask).forward(*some))
         del k, v, some
     out, lse = answers.result(job.out_dtype)
     assert lse is not None
@@ -171,25 +171,12 @@ def _attention(mask: bool | Segments) -> Any:
     return segments if isinstance(mask, Segments) else kernels
 
 
-def _add(
-    parts: Parts, q: Tensor, rows: slice | Tensor, value: Tensor, lse: Tensor | None = None
-) -> None:
-    """Adds what some rows of q got. If an index picks them, the others get nothing."""
-    if isinstance(rows, Tensor):
-        value = torch.zeros_like(q, dtype=value.dtype).index_copy_(1, rows, value)
-        if lse is not None:
-            none = lse.new_full((*lse.shape[:2], q.shape[1]), -torch.inf)
-            lse = none.index_copy_(2, rows, lse)
-        rows = slice(0, q.shape[1])
-    parts.add(rows, value, lse)
-
-
 def _grads(job: Job, dq: Parts, given: Given, block: Block) -> Pair:
     """Gives dk and dv of a block's keys. out and lse are the global ones."""
     (dout, q, k, v, out, lse), rows, mask = given, block.rows, block.mask
     some = Given(dout[:, rows], q[:, rows], k, v, out[:, rows], lse[:, :, rows])
     own, dk, dv = _attention(mask).backward(some, mask, job.scale)
-    _add(dq, q, rows, own)
+    dq.add(rows, own)
     return dk, dv
 
 
