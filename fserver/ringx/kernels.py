@@ -8,13 +8,19 @@ chooses among them, as it does for torch's own attention.
 Shapes: q, out ``[B, Sq, H, D]``; k, v ``[B, Sk, Hkv, D]`` with H a multiple of Hkv; lse, the
 natural logarithm of the sum of exponentials, ``[B, H, Sq]`` in float32 (float64 for float64).
 Inside a kernel the heads come before the sequence.
+
+The mask is True (causal), False, `Segments` (several documents side by side), or a tensor
+``[Sq, Sk]`` that says which keys each row sees, for the reference kernel. On a GPU, if flash takes
+the tensors, one call of its operator for variable lengths takes all documents; it has not been run.
+Elsewhere there is a call for each document, or, under a window, for some of its rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +38,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
 
+ROWS = 128
+"""Rows of a mask that is a tensor, at most, so that their scores alone are in memory."""
+
 
 class Given(NamedTuple):
     """What backward is given: dout, out and lse are of all the keys of these rows."""
@@ -44,6 +53,33 @@ class Given(NamedTuple):
     lse: Tensor
 
 
+class Segments(NamedTuple):
+    """Where documents end among the rows and among the keys. A causal row sees its own key and the
+    keys before it, or so many of them as the window has; the own keys are the last ones."""
+
+    rows: tuple[int, ...]
+    keys: tuple[int, ...]
+    causal: bool
+    window: int | None = None
+
+    def pieces(self, device: torch.device) -> Iterator[tuple[slice, slice, bool | Tensor]]:
+        """Gives rows, the keys that they see, and the mask between them."""
+        for (start, stop), (first, last) in zip(
+            pairwise(self.rows), pairwise(self.keys), strict=True
+        ):
+            if self.window is None:
+                yield slice(start, stop), slice(first, last), self.causal
+                continue
+            for row in range(start, stop, ROWS):
+                count = min(ROWS, stop - row)
+                end = last - (stop - row - count)
+                begin = max(first, end - count + 1 - self.window)
+                seen = torch.ones(count, end - begin, dtype=torch.bool, device=device)
+                own = end - begin - count  # the own key of the first row
+                mask = seen.tril_(own).triu_(own - self.window + 1)
+                yield slice(row, row + count), slice(begin, end), mask
+
+
 class Kernel(NamedTuple):
     """One implementation; its tensors are [B, H, S, D]."""
 
@@ -54,15 +90,16 @@ class Kernel(NamedTuple):
     backward: Callable[[Given, Any, float], Triple]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool | Tensor, scale: float) -> Pair:
-    """Gives out and lse. Without keys they are 0 and -inf. A tensor for causal, ``[Sq, Sk]``, says
-    which keys each row sees; the reference kernel takes it.
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: bool | Tensor | Segments, scale: float) -> Pair:
+    """Gives out and lse. Without keys they are 0 and -inf.
 
     Raises:
         ConfigError: no kernel takes these tensors.
         ShapeError: causal, and not as many rows as keys. Kernels differ in what they mean by it.
     """
-    if causal is True and q.shape[1] != k.shape[1]:
+    if isinstance(mask, Segments):
+        return _segments_forward(q, k, v, mask, scale)
+    if mask is True and q.shape[1] != k.shape[1]:
         raise ShapeError(
             f"ringx: a causal block has {q.shape[1]} queries and {k.shape[1]} keys: want equal "
             "lengths"
@@ -71,28 +108,114 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool | Tensor, scale: float
     if not (q.shape[2] and k.shape[2]):
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulator(q.dtype))
         return torch.zeros_like(q).transpose(1, 2), lse
-    kernel = choose(q, k, v, causal)
-    out, lse = kernel.forward(q, *_heads(kernel, q, k, v), causal, scale)
+    kernel = choose(q, k, v, mask)
+    out, lse = kernel.forward(q, *_heads(kernel, q, k, v), mask, scale)
     return out.transpose(1, 2), lse
 
 
-def backward(given: Given, causal: bool | Tensor, scale: float) -> Triple:
+def backward(given: Given, mask: bool | Tensor | Segments, scale: float) -> Triple:
     """Gives what these rows and keys add to dq, dk and dv.
 
     Raises:
         ConfigError, ShapeError: as for forward.
     """
+    if isinstance(mask, Segments):
+        return _segments_backward(given, mask, scale)
     dout, q, k, v, out = (t.transpose(1, 2) for t in given[:5])
     if not (q.shape[2] and k.shape[2]):
         return torch.zeros_like(given.q), torch.zeros_like(given.k), torch.zeros_like(given.v)
-    kernel = choose(q, k, v, causal)
+    kernel = choose(q, k, v, mask)
     heads = _heads(kernel, q, k, v)
-    grads = kernel.backward(Given(dout, q, *heads, out, given.lse.contiguous()), causal, scale)
+    grads = kernel.backward(Given(dout, q, *heads, out, given.lse.contiguous()), mask, scale)
     dq, dk, dv = (t.transpose(1, 2) for t in grads)
     if heads[0] is not k:  # they had been repeated
         groups = (t.unflatten(2, (k.shape[1], -1)) for t in (dk, dv))
         dk, dv = (t.sum(3, dtype=accumulator(t.dtype)) for t in groups)
     return dq, dk, dv
+
+
+def _segments_forward(q: Tensor, k: Tensor, v: Tensor, seen: Segments, scale: float) -> Pair:
+    if _flash(q, k, v):
+        where, options = _lengths(seen, q, k, scale)
+        out, of_rows, *_ = aten._flash_attention_forward(
+            *(t.flatten(0, 1) for t in (q, k, v)), *where, 0.0, seen.causal, False, **options
+        )
+        return out.view(q.shape), of_rows.view(q.shape[2], *q.shape[:2]).transpose(0, 1)
+    out = torch.empty_like(q)
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulator(q.dtype))
+    for rows, keys, mask in seen.pieces(q.device):
+        found = forward(q[:, rows], k[:, keys], v[:, keys], mask, scale)
+        out[:, rows], lse[:, :, rows] = found
+    return out, lse
+
+
+def _segments_backward(given: Given, seen: Segments, scale: float) -> Triple:
+    dout, q, k, v, out, lse = given
+    if _flash(q, k, v):
+        where, options = _lengths(seen, q, k, scale)
+        some = *(t.flatten(0, 1) for t in given[:5]), lse.transpose(0, 1).flatten(1)
+        state = _no_dropout(q.device, torch.uint64)
+        grads = aten._flash_attention_backward(*some, *where, 0.0, seen.causal, *state, **options)
+        dq, dk, dv = (t.view(like.shape) for t, like in zip(grads, (q, k, v), strict=True))
+        return dq, dk, dv
+    dq, dk, dv = (torch.zeros_like(t, dtype=accumulator(q.dtype)) for t in (q, k, v))
+    for rows, keys, mask in seen.pieces(q.device):
+        some = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows]
+        dq[:, rows], of_k, of_v = backward(Given(*some), mask, scale)
+        dk[:, keys] += of_k
+        dv[:, keys] += of_v
+    return dq, dk, dv
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Reports whether flash's operator for variable lengths takes these tensors."""
+    if not (q.is_cuda and q.shape[1] and k.shape[1]):
+        return False
+    return FLASH.usable(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), False)
+
+
+def _lengths(
+    segments: Segments, q: Tensor, k: Tensor, scale: float
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns what the operator takes by position of the documents, and what it takes by name."""
+    both = ((segments.rows, q.shape[1]), (segments.keys, k.shape[1]))
+    stream = stream_of(q.device)
+    ends = (_ends(of, q.shape[0], length, q.device, stream) for of, length in both)
+    longest = (max(stop - start for start, stop in pairwise(of)) for of, _ in both)
+    options: dict[str, Any] = {"scale": scale}
+    if segments.window is not None:
+        before = min(segments.window, k.shape[1]) - 1
+        options |= {"window_size_left": before, "window_size_right": 0}
+    return (*ends, *longest), options
+
+
+@lru_cache(maxsize=16)
+def _ends(
+    ends: tuple[int, ...], batch: int, length: int, device: torch.device, stream: int
+) -> Tensor:
+    """Returns where documents end in the sequences of a batch, one behind the other. Kept for the
+    layers of a model: on each stream, behind what has made it there."""
+    every = [row * length + end for row in range(batch) for end in ends[:-1]]
+    return on_device([*every, batch * length], device).int()
+
+
+def on_device(numbers: list[int], device: torch.device) -> Tensor:
+    """Returns them as a tensor there; a GPU is not waited for."""
+    made = torch.tensor(numbers)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+
+
+def stream_of(device: torch.device) -> int:
+    """Identifies the current stream of a device."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def ranges(starts: Tensor, lengths: Tensor, total: int) -> Tensor:
+    """Returns so many numbers from each start on, as one tensor. `total`: the sum of lengths, with
+    which a GPU need not be waited for."""
+    skipped = starts - (lengths.cumsum(0) - lengths)
+    every = torch.arange(total, device=starts.device)
+    return every + skipped.repeat_interleave(lengths, output_size=total)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -20,8 +20,8 @@ from torch import Tensor
 from fserver.errors import ConfigError, Error, ShapeError
 
 from .arguments import CuSeqlens, check_chunks, check_dim, check_layout, ends_of, whole
+from .kernels import ranges
 from .ranks import Group, Ranks, ranks_of
-from .segments import ranges
 
 
 def positions(

@@ -2,7 +2,7 @@
 
 Packed documents under the causal mask, by X3: a rank has two chunks of each document (zigzag), so
 all ranks have the same rows and the same work, however long documents are. All keys are gathered at
-once. There are three calls of `segments`, each for all documents: the own rows with the own keys;
+once. There are three calls of `kernels`, each for all documents: the own rows with the own keys;
 all rows with the first chunks of the owners before; and second chunks with both chunks of the
 owners behind. An index picks the keys of a call, document after document, and puts their gradients
 back.
@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from .exchanges import Gather
+from .kernels import Segments, on_device, ranges, stream_of
 from .schedules import Arrivals, Block, Exchange, Job, pack, unpack
-from .segments import Segments, on_device, ranges, stream_of
 
 
 class Documents(Gather):

@@ -21,11 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import kernels, segments
+from . import kernels
 from .combine import Parts
-from .kernels import Given, Pair, Triple, accumulator
+from .kernels import Given, Pair, Segments, Triple, accumulator
 from .ranks import Collective, Ranks
-from .segments import Segments
 from .window import Window
 
 
@@ -134,9 +133,8 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, exchange: Callable[..., E
     travelling = exchange(job, k, v, backward=False)
     answers = Parts(q.shape[1], accumulator(q.dtype), travelling.most)
     for block, k, v in travelling.arrivals():
-        some = q[:, block.rows], k, v, block.mask, job.scale
-        answers.add(block.rows, *_attention(block.mask).forward(*some))
-        del k, v, some
+        answers.add(block.rows, *kernels.forward(q[:, block.rows], k, v, block.mask, job.scale))
+        del k, v
     out, lse = answers.result(job.out_dtype)
     assert lse is not None
     return out, lse
@@ -167,15 +165,11 @@ def backward(job: Job, given: Given, exchange: Callable[..., Exchange]) -> Tripl
 # One call of a kernel
 
 
-def _attention(mask: bool | Segments) -> Any:
-    return segments if isinstance(mask, Segments) else kernels
-
-
 def _grads(job: Job, dq: Parts, given: Given, block: Block) -> Pair:
     """Gives dk and dv of a block's keys. out and lse are the global ones."""
     (dout, q, k, v, out, lse), rows, mask = given, block.rows, block.mask
     some = Given(dout[:, rows], q[:, rows], k, v, out[:, rows], lse[:, :, rows])
-    own, dk, dv = _attention(mask).backward(some, mask, job.scale)
+    own, dk, dv = kernels.backward(some, mask, job.scale)
     dq.add(rows, own)
     return dk, dv
 

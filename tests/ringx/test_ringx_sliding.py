@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from world import Rank, World
 
 from fserver.errors import ConfigError
-from fserver.ringx import kernels, layout_of, ringx_attention, segments
+from fserver.ringx import kernels, layout_of, ringx_attention
 from fserver.ringx.kernels import Given
 
 ROWS = 24
@@ -81,11 +81,11 @@ def test_other_types(world: World, dtype: torch.dtype):
 
 def few_rows(me: Rank, *args: Any, **options: Any) -> Any:
     """As attend, with blocks of three rows."""
-    before, segments.ROWS = segments.ROWS, 3
+    before, kernels.ROWS = kernels.ROWS, 3
     try:
         return attend(me, *args, **options)
     finally:
-        segments.ROWS = before
+        kernels.ROWS = before
 
 
 @pytest.mark.parametrize("window", [1, 2, 4, 9, 20])
@@ -196,11 +196,11 @@ def test_memory_is_that_of_a_block():
 
     rows, dim = 4096, 8
     q, k, v, out, dout = torch.randn(5, 1, rows, 1, dim, dtype=torch.float64)
-    of_all = segments.Segments((0, rows), (0, rows), True, 64)
+    of_all = kernels.Segments((0, rows), (0, rows), True, 64)
     with Noting():
-        _, lse = segments.forward(q, k, v, of_all, 1.0)
-        segments.backward(Given(dout, q, k, v, out, lse), of_all, 1.0)
-    assert largest == max(rows * dim, segments.ROWS * (segments.ROWS + 63))
+        _, lse = kernels.forward(q, k, v, of_all, 1.0)
+        kernels.backward(Given(dout, q, k, v, out, lse), of_all, 1.0)
+    assert largest == max(rows * dim, kernels.ROWS * (kernels.ROWS + 63))
 
 
 def test_layout_of():
@@ -279,8 +279,8 @@ def by_flash(me: Rank, *args: Any, **options: Any) -> Any:
         cuda_stream = 0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments, "_flash", lambda q, k, v: q.shape[1] > 0 and k.shape[1] > 0)
-        patch.setattr(segments, "aten", Flash())
+        patch.setattr(kernels, "_flash", lambda q, k, v: q.shape[1] > 0 and k.shape[1] > 0)
+        patch.setattr(kernels, "aten", Flash())
         patch.setattr(torch.cuda, "current_stream", lambda device: Stream)
         return attend(me, *args, **options)
 
