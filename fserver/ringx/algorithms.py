@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from . import exchanges, heads, schedules
-from .exchanges import Broadcasts, Gather, Ring
-from .packed import Documents, Halo
-from .schedules import Blocks, Exchange, contiguous, full, zigzag
+from .exchanges import broadcasts, gather, halo, ring
+from .schedules import FASTEST, LEAST, Blocks, Exchange, contiguous, full, zigzag
 
 
 class Algorithm(NamedTuple):
@@ -26,17 +25,16 @@ class Algorithm(NamedTuple):
         return "zigzag" if self.masks[causal] is zigzag else "contiguous"
 
 
-def _keys(
-    exchange: Callable[..., Exchange], masks: Mapping[bool, Blocks], **more: Any
-) -> Algorithm:
-    forward = partial(schedules.forward, exchange=exchange)
-    return Algorithm(masks, forward, partial(schedules.backward, exchange=exchange), **more)
+def _keys(exchange: Exchange, masks: Mapping[bool, Blocks], most: int, **more: Any) -> Algorithm:
+    how: dict[str, Any] = {"exchange": exchange, "most": most}
+    forward = partial(schedules.forward, **how)
+    return Algorithm(masks, forward, partial(schedules.backward, **how), **more)
 
 
 def _queries(masks: Mapping[bool, Blocks], overlap: bool) -> Algorithm:
     forward = partial(exchanges.queries_forward, overlap=overlap)
-    broadcasts = partial(Broadcasts, ahead=overlap, behind=overlap)
-    return _keys(broadcasts, masks, uneven=True)._replace(forward=forward)
+    exchange = partial(broadcasts, ahead=overlap, behind=overlap)
+    return _keys(exchange, masks, LEAST, uneven=True)._replace(forward=forward)
 
 
 ALGORITHMS = {
@@ -44,20 +42,17 @@ ALGORITHMS = {
     "X1o": _queries({False: full}, overlap=True),
     "X2": _queries({True: contiguous}, overlap=False),
     "X2o": _queries({True: contiguous}, overlap=True),
-    "X3": _keys(Gather, {True: zigzag}, together=1 << 30),
-    "X3b": _keys(Gather, {False: full}, together=1 << 30),
-    "X4": _keys(Broadcasts, {True: zigzag}, together=1),
-    "X4o": _keys(partial(Broadcasts, behind=True), {True: zigzag}),
-    "ring": _keys(Ring, {True: zigzag, False: full}),
+    "X3": _keys(gather, {True: zigzag}, FASTEST, together=1 << 30),
+    "X3b": _keys(gather, {False: full}, FASTEST, together=1 << 30),
+    "X4": _keys(broadcasts, {True: zigzag}, LEAST, together=1),
+    "X4o": _keys(partial(broadcasts, behind=True), {True: zigzag}, LEAST),
+    "ring": _keys(ring, {True: zigzag, False: full}, LEAST),
     "ulysses": Algorithm(
         {True: contiguous, False: full}, heads.forward, heads.backward, by_heads=True
     ),
 }
 
-DOCUMENTS = _keys(Documents, {True: zigzag})
-"""What X3 and `auto` are for packed documents."""
-
-SLIDING = _keys(Halo, {True: contiguous}, uneven=True)
+SLIDING = _keys(halo, {True: contiguous}, FASTEST, uneven=True)
 """What `auto` is for a window, with packed documents or without."""
 
 GATHER_LIMIT = 4 << 30

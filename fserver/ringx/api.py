@@ -17,7 +17,7 @@ from fserver.errors import Error, ShapeError
 
 from . import copies as by_copies
 from . import schedules
-from .algorithms import ALGORITHMS, DOCUMENTS, SLIDING, Algorithm, automatic
+from .algorithms import ALGORITHMS, SLIDING, Algorithm, automatic
 from .arguments import CuSeqlens, Options, check_flags, settled
 from .kernels import ENABLED, Given, Triple, accumulator, enabled, enabling
 from .ranks import Group, Lengths, Ranks, ranks_of
@@ -33,7 +33,7 @@ def _way(
     together = min(how.together, job.ranks.size - 1)
     if job.window and together and by_copies.fits(job, k, together, backward):
         schedule = schedules.backward if backward else schedules.forward
-        exchange = partial(by_copies.Copies, together=together)
+        exchange = partial(by_copies.copies, together=together)
         return partial(schedule, exchange=exchange), job.window.call()
     return how.backward if backward else how.forward, nullcontext()
 
@@ -230,15 +230,14 @@ def _planned(
             "the length of the whole sequence"
         )
     reduce_dtype = torch.promote_types(options.reduce_dtype, q.dtype)
-    if options.window is not None:
-        how = SLIDING
-    elif ends is not None:
-        how = DOCUMENTS
-    else:
-        auto = options.algorithm == "auto"
-        name = _fastest(lengths, q, k, reduce_dtype, options) if auto else options.algorithm
-        how = ALGORITHMS[name]
-    window = window_of(ranks, q.device) if options.copies and how.together else None
+    name = options.algorithm
+    if ends is not None:
+        name = "X3"
+    elif name == "auto" and options.window is None:
+        name = _fastest(lengths, q, k, reduce_dtype, options)
+    how = ALGORITHMS[name] if options.window is None else SLIDING
+    copied = options.copies and how.together and ends is None
+    window = window_of(ranks, q.device) if copied else None
     out_dtype = q.dtype if sink is None else accumulator(q.dtype)
     blocks, factor = how.masks[options.causal], options.factor(q)
     job = Job(

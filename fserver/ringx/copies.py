@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .combine import Parts
 from .kernels import Pair, accumulator
-from .schedules import Arrivals, Block, Exchange, Job, Rest, head_start
+from .schedules import Block, Job, Work, head_start
 
 
 @lru_cache
@@ -60,13 +60,18 @@ def fits(job: Job, k: Tensor, together: int, backward: bool) -> bool:
     return not backward or window.reserve(job.ranks, "grads", slots * size)
 
 
-class Copies(Exchange):
+def copies(
+    job: Job, k: Tensor, v: Tensor, work: Work, backward: bool, *, together: int
+) -> Pair | None:
     """Copies the keys of so many owners at a time, the next ones' while the rank works. What a call
     gives to dk and dv is copied to the owners as it is, and each adds up what has come for it."""
+    return _Copies(job, k, v, together).run(work, backward)
 
-    def __init__(self, job: Job, k: Tensor, v: Tensor, *, backward: bool, together: int):
+
+class _Copies:
+    def __init__(self, job: Job, k: Tensor, v: Tensor, together: int):
         assert job.window is not None
-        super().__init__(job, k, v, backward=backward)
+        self.job, self.k, self.v = job, k, v
         self._window = job.window
         self._together, self._shape = together, _in_window(k)
         self._rounds = _rounds(job, together)
@@ -102,9 +107,13 @@ class Copies(Exchange):
                 window.fence()  # all have what they wanted
         return found, came
 
-    def arrivals(self) -> Arrivals:
+    def run(self, work: Work, backward: bool) -> Pair | None:
+        own, half = self.job.own(backward, self.k.device)
         head_start(self.k.device)
-        yield self.job.own_block(in_two=True), self.k, self.v
+        got = work(own, self.k, self.v)
+        if backward:
+            self._add(own.keys, *got)
+        del got
         for number, blocks in enumerate(self._rounds):
             self._number = number
             if number + 1 < len(self._rounds):
@@ -113,8 +122,11 @@ class Copies(Exchange):
             came.wait()
             for block in blocks:
                 kv = found.pop(0)
-                yield block, kv[0].transpose(0, 1), kv[1].transpose(0, 1)
-                del kv
+                got = work(block, kv[0].transpose(0, 1), kv[1].transpose(0, 1))
+                if backward:
+                    self._give(block, *got)
+                del kv, got
+        return self._end(work, half) if backward else None
 
     def _slot(self, rank: int, owner: int) -> Tensor:
         """The owner's room for what a rank gives to it."""
@@ -133,10 +145,7 @@ class Copies(Exchange):
                 for parts, came in zip(self._grads, self._slot(rank, me), strict=True):
                     parts.add(block.keys, came[block.keys].transpose(0, 1))
 
-    def give(self, block: Block, dk: Tensor, dv: Tensor) -> None:
-        if block.in_two:  # the own one
-            self._add(block.keys, dk, dv)
-            return
+    def _give(self, block: Block, dk: Tensor, dv: Tensor) -> None:
         number, (keys, owners) = self._number, block.keys
         last = block is self._rounds[number][-1]
         grads = [t.to(self.k.dtype).transpose(0, 1).contiguous() for t in (dk, dv)]
@@ -159,9 +168,10 @@ class Copies(Exchange):
         for parts, grad in zip(self._grads, (dk, dv), strict=True):
             parts.add(keys, grad)
 
-    def end(self, rest: Rest) -> Pair:
-        if rest:
-            self._add(rest[0], *rest[1])
+    def _end(self, work: Work, half: Block | None) -> Pair:
+        if half:
+            head_start(self.k.device)
+            self._add(half.keys, *work(half, self.k[:, half.keys], self.v[:, half.keys]))
         self._take(len(self._rounds) - 1)
         dk, dv = (parts.result(self.k.dtype)[0] for parts in self._grads)
         return dk, dv

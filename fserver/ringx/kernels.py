@@ -9,7 +9,7 @@ Shapes: q, out ``[B, Sq, H, D]``; k, v ``[B, Sk, Hkv, D]`` with H a multiple of 
 natural logarithm of the sum of exponentials, ``[B, H, Sq]`` in float32 (float64 for float64).
 Inside a kernel the heads come before the sequence.
 
-The mask is True (causal), False, `Segments` (several documents side by side), or a tensor
+The mask is True (causal), False, HALVES, `Segments` (several documents side by side), or a tensor
 ``[Sq, Sk]`` that says which keys each row sees, for the reference kernel. On a GPU, if flash takes
 the tensors, one call of its operator for variable lengths takes all documents; it has not been run.
 Elsewhere there is a call for each document, or, under a window, for some of its rows.
@@ -37,6 +37,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
+
+HALVES = "halves"
+"""The mask of two halves of rows, each of which sees its own keys causally. Only for backward."""
 
 ROWS = 128
 """Rows of a mask that is a tensor, at most, so that their scores alone are in memory."""
@@ -90,7 +93,7 @@ class Kernel(NamedTuple):
     backward: Callable[[Given, Any, float], Triple]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: bool | Tensor | Segments, scale: float) -> Pair:
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Pair:
     """Gives out and lse. Without keys they are 0 and -inf.
 
     Raises:
@@ -113,7 +116,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: bool | Tensor | Segments, sca
     return out.transpose(1, 2), lse
 
 
-def backward(given: Given, mask: bool | Tensor | Segments, scale: float) -> Triple:
+def backward(given: Given, mask: Any, scale: float) -> Triple:
     """Gives what these rows and keys add to dq, dk and dv.
 
     Raises:
@@ -121,6 +124,12 @@ def backward(given: Given, mask: bool | Tensor | Segments, scale: float) -> Trip
     """
     if isinstance(mask, Segments):
         return _segments_backward(given, mask, scale)
+    if mask is HALVES:  # as if they were a batch
+        pairs = [t.unflatten(1, (2, -1)).flatten(0, 1) for t in given[:5]]
+        pairs.append(given.lse.unflatten(2, (2, -1)).transpose(1, 2).flatten(0, 1))
+        grads = backward(Given(*pairs), True, scale)
+        dq, dk, dv = (t.unflatten(0, (-1, 2)).flatten(1, 2) for t in grads)
+        return dq, dk, dv
     dout, q, k, v, out = (t.transpose(1, 2) for t in given[:5])
     if not (q.shape[2] and k.shape[2]):
         return torch.zeros_like(given.q), torch.zeros_like(given.k), torch.zeros_like(given.v)

@@ -1,7 +1,8 @@
 """How a rank computes: on its own block while keys and values travel, then on those that have come.
 
-An `Exchange` brings the keys, and takes their gradients to the owners. Here is the work between. No
-autograd: tensors in, tensors out.
+An exchange brings the keys and calls `work` with each block. In backward `work` returns the
+gradients of the keys, and the exchange takes them to the owners. No autograd: tensors in, tensors
+out.
 
 What travels has the sequence first, so that the keys that several ranks sent are one sequence
 without a copy: queries ``[S, B, H, D]``, keys and values together ``[S, B, 2, Hkv, D]``.
@@ -12,9 +13,7 @@ before its buffer is freed; on a GPU the stream waits, not the CPU.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from . import kernels
 from .combine import Parts
-from .kernels import Given, Pair, Segments, Triple, accumulator
+from .kernels import HALVES, Given, Pair, Triple, accumulator
 from .ranks import Collective, Ranks
 from .window import Window
 
@@ -47,10 +46,23 @@ class Job:
         """The work of a rank's rows with an owner's keys."""
         return self.blocks(rank, owner, self.q_lengths[rank], self.k_lengths[owner])
 
-    def own_block(self, in_two: bool) -> Block:
-        block = self.block(self.ranks.rank, self.ranks.rank)
+    def own(self, in_two: bool, device: torch.device) -> tuple[Block, Block | None]:
+        """Returns the own block and None. With `in_two`, a long block is divided: the first half,
+        and the second one for the time in which the last gradients travel."""
+        rank = self.ranks.rank
+        block, rows = self.block(rank, rank), self.q_lengths[rank]
         assert block is not None
-        return block._replace(in_two=in_two)
+        enough = device.type == "cpu" or rows >= ROWS_IN_TWO
+        if not (in_two and self.ranks.size > 1 and enough and rows % 2 == 0):
+            return block, None
+        first, second = slice(0, rows // 2), slice(rows // 2, rows)
+        if block.mask:  # first both halves with their own keys
+            return block._replace(mask=HALVES), Block(second, first)
+        return block._replace(rows=first), block._replace(rows=second)
+
+
+ROWS_IN_TWO = 4096
+"""From so many rows on, half of the own block takes longer than one more call of a kernel costs."""
 
 
 # Which rows of a rank see which of an owner's keys
@@ -61,8 +73,7 @@ class Block(NamedTuple):
 
     rows: slice | Tensor
     keys: Any  # a slice of an owner's, or in the terms of an exchange
-    mask: bool | Segments = False  # whether it is causal, or the documents
-    in_two: bool = False  # the own block, of which backward may leave a half until the end
+    mask: Any = False  # as kernels have it
 
 
 Blocks = Callable[[int, int, int, int], "Block | None"]  # my rank, the owner's; my rows, its keys
@@ -87,118 +98,64 @@ def zigzag(rank: int, owner: int, rows: int, keys: int) -> Block | None:
     return Block(slice(rows // 2, rows), slice(0, keys))
 
 
-# How keys and values get here
+# The work of a rank
 
+Work = Callable[[Block, Tensor, Tensor], Any]
+"""Computes a block with these k and v. In backward it returns their dk and dv. The exchange lets go
+of all these before it takes memory for more."""
 
-Arrivals = Iterator[tuple[Block, Tensor, Tensor]]
-
-
-Rest = tuple[slice, Pair] | None
-"""Some of the own keys, and what else is to be added to their dk and dv."""
+Exchange = Callable[[Job, Tensor, Tensor, Work, bool], Any]
+"""A function of job, k, v, work, and whether this is a backward. A backward returns dk and dv of
+the own keys. Calls of `work` are the work of this rank, one block after the other."""
 
 LEAST, FASTEST = 2, 5
-"""Parts that are kept apart: two for the least memory, five where all keys are in memory anyhow."""
+"""Parts of out, or of dq, that are kept apart: two for the least memory, five where all keys are in
+memory anyhow."""
 
 
-class Exchange(ABC):
-    """Brings keys and values here, and takes their gradients to the owners. To make one starts the
-    first transfer."""
+def forward(
+    job: Job, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, most: int = FASTEST
+) -> Pair:
+    answers = Parts(q.shape[1], accumulator(q.dtype), most)
 
-    most = FASTEST  # so many parts of out, or of dq, are kept apart
-    mine: Tensor  # dk and dv of the own keys, as they travel
-
-    def __init__(self, job: Job, k: Tensor, v: Tensor, *, backward: bool):
-        self.job, self.k, self.v, self.backward = job, k, v, backward
-        self.sums = deque[Collective]()  # of gradients, under way
-
-    @abstractmethod
-    def arrivals(self) -> Arrivals:
-        """Gives the blocks of this rank, each with its k and v. The caller lets go of them before
-        it asks for more."""
-
-    @abstractmethod
-    def give(self, block: Block, dk: Tensor, dv: Tensor) -> None:
-        """Takes the gradients of a block's keys."""
-
-    def end(self, rest: Rest) -> Pair:
-        """Returns dk and dv of the own keys, after all blocks."""
-        for work in self.sums:
-            work.wait()
-        if rest:
-            add(self.mine, rest[0], *rest[1])
-        return unpack(self.mine)
-
-
-def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, exchange: Callable[..., Exchange]) -> Pair:
-    travelling = exchange(job, k, v, backward=False)
-    answers = Parts(q.shape[1], accumulator(q.dtype), travelling.most)
-    for block, k, v in travelling.arrivals():
+    def work(block: Block, k: Tensor, v: Tensor) -> None:
         answers.add(block.rows, *kernels.forward(q[:, block.rows], k, v, block.mask, job.scale))
-        del k, v
+
+    exchange(job, k, v, work, False)
     out, lse = answers.result(job.out_dtype)
     assert lse is not None
     return out, lse
 
 
-def backward(job: Job, given: Given, exchange: Callable[..., Exchange]) -> Triple:
-    """Half of the own block comes last, while the last gradients travel, if the exchange has it."""
-    travelling = exchange(job, given.k, given.v, backward=True)
-    dq = Parts(given.q.shape[1], accumulator(given.q.dtype), travelling.most)
-    half: Block | None = None
-    for block, k, v in travelling.arrivals():
-        here = given._replace(k=k, v=v)
-        if block.in_two and _worth_two(job, given.q):
-            dk, dv, half = _first_half(job, dq, here, block)
-        else:
-            dk, dv = _grads(job, dq, here, block)
-        travelling.give(block, dk, dv)
-        del k, v, here, dk, dv
-    rest: Rest = None
-    if half:
-        head_start(given.q.device)
-        here = given._replace(k=given.k[:, half.keys], v=given.v[:, half.keys])
-        rest = half.keys, _grads(job, dq, here, half)
-    dk, dv = travelling.end(rest)
-    return dq.result(given.q.dtype)[0], dk, dv
-
-
-# One call of a kernel
-
-
-def _grads(job: Job, dq: Parts, given: Given, block: Block) -> Pair:
-    """Gives dk and dv of a block's keys. out and lse are the global ones."""
-    (dout, q, k, v, out, lse), rows, mask = given, block.rows, block.mask
-    some = Given(dout[:, rows], q[:, rows], k, v, out[:, rows], lse[:, :, rows])
-    own, dk, dv = kernels.backward(some, mask, job.scale)
-    dq.add(rows, own)
-    return dk, dv
-
-
-ROWS_IN_TWO = 4096
-"""From so many rows on, half of the own block takes longer than one more call of a kernel costs."""
-
-
-def _worth_two(job: Job, q: Tensor) -> bool:
-    rows = q.shape[1]
-    enough = q.device.type == "cpu" or rows >= ROWS_IN_TWO
-    return job.ranks.size > 1 and enough and rows % 2 == 0
-
-
-def _first_half(job: Job, dq: Parts, given: Given, own: Block) -> tuple[Tensor, Tensor, Block]:
-    """Gives dk and dv of half of the own block, and what is left of it."""
-    half, keys = given.q.shape[1] // 2, given.k.shape[1]
-    second = slice(half, 2 * half)
-    if not own.mask:
-        dk, dv = _grads(job, dq, given, Block(slice(0, half), own.keys))
-        return dk, dv, Block(second, slice(0, keys))
-    # Both halves with their own keys, which is causal for each, as if they were a batch.
+def backward(job: Job, given: Given, exchange: Exchange, most: int = FASTEST) -> Triple:
+    """out and lse are the global ones."""
     dout, q, k, v, out, lse = given
-    pairs = [t.unflatten(1, (2, half)).flatten(0, 1) for t in (dout, q, k, v, out)]
-    pairs.append(lse.unflatten(2, (2, half)).transpose(1, 2).flatten(0, 1))
-    found = kernels.backward(Given(*pairs), True, job.scale)
-    of_rows, dk, dv = (t.unflatten(0, (-1, 2)).flatten(1, 2) for t in found)
-    dq.add(slice(0, 2 * half), of_rows)
-    return dk, dv, Block(second, slice(0, half))
+    dq = Parts(q.shape[1], accumulator(q.dtype), most)
+
+    def work(block: Block, k: Tensor, v: Tensor) -> Pair:
+        rows, mask = block.rows, block.mask
+        some = Given(dout[:, rows], q[:, rows], k, v, out[:, rows], lse[:, :, rows])
+        own, dk, dv = kernels.backward(some, mask, job.scale)
+        dq.add(rows, own)
+        return dk, dv
+
+    dk, dv = exchange(job, k, v, work, True)
+    return dq.result(q.dtype)[0], dk, dv
+
+
+def finish(
+    work: Work, half: Block | None, k: Tensor, v: Tensor, sums: Iterable[Collective], mine: Tensor
+) -> Pair:
+    """Works on the half of the own block that was left, if there is one, while the last sums
+    travel. Returns dk and dv of the own keys, whose sums arrive in `mine`."""
+    if half:
+        head_start(k.device)
+        got = work(half, k[:, half.keys], v[:, half.keys])
+    for each in sums:
+        each.wait()
+    if half:
+        add(mine, half.keys, *got)
+    return unpack(mine)
 
 
 HEAD_START = 10_000

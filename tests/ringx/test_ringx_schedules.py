@@ -220,7 +220,7 @@ def attend_mutated(
     how = ALGORITHMS[row]
 
     def swapped(function: Any) -> Any:
-        """The function, or what makes an exchange, of the changed module; also within a partial."""
+        """The function, or the exchange, of the changed module; also within a partial."""
         if isinstance(function, partial):
             options = {key: swapped(value) for key, value in function.keywords.items()}
             return partial(swapped(function.func), **options)
@@ -253,11 +253,11 @@ def made_wrong(
     return {name for name, error in found.items() if error > EXACT}
 
 
-NOT_WRITTEN = "zero_between(self._dkv, self._written)"
+NOT_WRITTEN = "zero_between(grads, written)"
 NOT_WRITTEN_X4 = "zero_between(dkv, written)"
 GLOBAL = "some = Given(dout[:, rows], q[:, rows], k, v, out[:, rows], lse[:, :, rows])"
-LOCAL = """local = kernels.forward(q[:, rows], k, v, mask, job.scale)
-    some = Given(dout[:, rows], q[:, rows], k, v, *local)"""
+LOCAL = """local = kernels.forward(q[:, rows], k, v, bool(mask), job.scale)
+        some = Given(dout[:, rows], q[:, rows], k, v, *local)"""
 
 
 @pytest.mark.parametrize(
@@ -271,8 +271,8 @@ LOCAL = """local = kernels.forward(q[:, rows], k, v, mask, job.scale)
         ("X4", GLOBAL, LOCAL, {"dq", "dk", "dv"}),
         (
             "ring",
-            "add(self.mine, block.keys, dk, dv)",
-            "put(self.mine, block.keys, dk, dv)",
+            "add(dkv, block.keys, *got)",
+            "put(dkv, block.keys, *got)",
             {"dk", "dv"},
         ),
         ("ulysses", ".sum(3, dtype=job.reduce_dtype)", "[:, :, :, 0]", {"dk", "dv"}),

@@ -24,7 +24,7 @@ from torch import Tensor
 from fserver.errors import ConfigError
 from fserver.ringx import kernels, positions, ringx_attention, schedules
 from fserver.ringx.algorithms import ALGORITHMS
-from fserver.ringx.copies import Copies
+from fserver.ringx.copies import copies
 from fserver.ringx.kernels import Given
 from fserver.ringx.schedules import Job
 
@@ -131,7 +131,7 @@ def test_four_ranks(algorithm: str, together: int) -> None:
         device, found = shared.devices[me], []
         torch.cuda.set_device(device)
         window: Any = Window(shared, me)
-        exchange = partial(Copies, together=together)
+        exchange = partial(copies, together=together)
         ranks: Any = SimpleNamespace(rank=me, size=RANKS)
         lengths = [ROWS] * RANKS
         blocks = how.masks[causal]
