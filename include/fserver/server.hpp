@@ -17,17 +17,37 @@
 
 namespace fserver {
 
+namespace detail {
+
+// A receive buffer of the engine. The last owner releases it: the engine may then unmap the memory.
+class Buffer {
+public:
+  explicit Buffer(std::uint64_t number) noexcept : number_(number) {}
+  Buffer(const Buffer &) = delete;
+  Buffer &operator=(const Buffer &) = delete;
+  ~Buffer() {
+    if (!forked.load())
+      fs_buffer_release(number_);
+  }
+  std::uint64_t number() const noexcept { return number_; }
+
+private:
+  const std::uint64_t number_;
+};
+
+} // namespace detail
+
 // One request of a worker. Its tensors are views of the server's receive buffers: valid until the
-// request is answered, and for as long as this object and the Server exist. Memory that a worker
-// shares (Memory::shared) is mapped for reading alone: do not write to what a worker pushed unless
-// you know that it does not share it.
+// request is answered, and for as long as this object exists, also if the worker is lost. Memory that
+// a worker shares (Memory::shared) is mapped for reading alone: do not write to what a worker pushed
+// unless you know that it does not share it.
 class Request {
 public:
   Request() = default;
   Request(Request &&o) noexcept
       : handler_(o.handler_), worker_(o.worker_),
         tensors_(std::move(o.tensors_)), answers_(std::move(o.answers_)),
-        loans_(std::move(o.loans_)) {
+        loans_(std::move(o.loans_)), buffers_(std::move(o.buffers_)) {
     o.loans_.clear();
   }
   Request &operator=(Request &&o) noexcept {
@@ -38,6 +58,7 @@ public:
     answers_ = std::move(o.answers_);
     loans_ = std::move(o.loans_);
     o.loans_.clear();
+    buffers_ = std::move(o.buffers_);
     return *this;
   }
   ~Request() { give_back(); }
@@ -65,6 +86,7 @@ private:
         fs_buffer_release(buffer);
     }
     loans_.clear();
+    buffers_.clear();
   }
 
   std::uint64_t handler_ = 0;
@@ -72,6 +94,7 @@ private:
   std::vector<Tensor> tensors_;
   std::vector<std::uint64_t> answers_;
   std::vector<std::uint64_t> loans_; // each owes a release
+  std::vector<std::shared_ptr<detail::Buffer>> buffers_;
 };
 
 // The requests that get_batch has taken, in the order of the worker groups. Use one again for the
@@ -313,19 +336,10 @@ private:
     detail::check("open", told);
   }
 
-  // The receive buffers of each (worker rank, key), of which the engine is owed a release.
+  // The receive buffers of each (worker rank, key).
   struct Slots {
-    Slots() = default;
-    Slots(const Slots &) = delete;
-    Slots &operator=(const Slots &) = delete;
-    ~Slots() {
-      for (std::uint64_t buffer : buffers) {
-        if (buffer && !detail::forked.load())
-          fs_buffer_release(buffer);
-      }
-    }
     std::mutex mutex;
-    std::vector<std::uint64_t> buffers; // by slot
+    std::vector<std::shared_ptr<detail::Buffer>> buffers; // by slot
   };
 
   // Reads what fs_get_batch has written.
@@ -361,20 +375,19 @@ private:
     if (slot == FS_LENT)
       r.loans_.push_back(buffer);
     else if (t.bytes && buffer)
-      owe(slot, buffer);
+      r.buffers_.push_back(buffer_of(slot, buffer));
     return w + 8 + w[7];
   }
 
-  // A new buffer in a slot replaces the old one, whose request has been answered.
-  void owe(std::uint64_t slot, std::uint64_t buffer) {
-    std::vector<std::uint64_t> &all = slots_->buffers;
+  // A new buffer in a slot replaces the old one, which requests may still have.
+  const std::shared_ptr<detail::Buffer> &buffer_of(std::uint64_t slot,
+                                                   std::uint64_t buffer) {
+    std::vector<std::shared_ptr<detail::Buffer>> &all = slots_->buffers;
     if (slot >= all.size())
       all.resize(slot + 1);
-    if (all[slot] == buffer)
-      return;
-    if (all[slot])
-      fs_buffer_release(all[slot]);
-    all[slot] = buffer;
+    if (!all[slot] || all[slot]->number() != buffer)
+      all[slot] = std::make_shared<detail::Buffer>(buffer);
+    return all[slot];
   }
 
   std::unique_ptr<Scheduler> scheduler_;

@@ -407,3 +407,46 @@ BARE_SCENE(sizes_of_a_lost_worker, 2, 1) {
   } catch (const fserver::PeerLostError &) {
   }
 }
+
+// A request that is not answered keeps its memory, also when its worker is lost and pushes the key again.
+BARE_SCENE(a_push_that_outlives_its_worker, 1, 1) {
+  const Node::Role role = GetRole(std::getenv("DMLC_ROLE"));
+  StartPS(0, role, -1, true);
+  if (role == Node::SERVER) {
+    static std::atomic<bool> over{false};
+    serve<float>([](const KVMeta &meta, const KVPairs<float> &data,
+                    KVServer<float> *server) {
+      static SArray<float> first;
+      EXPECT_EQ(data.vals.size(), 25000u);
+      EXPECT_EQ(data.vals[24999], static_cast<float>(meta.cmd));
+      if (meta.cmd == 1) { // which is not answered
+        first = data.vals;
+        return;
+      }
+      for (float v : first)
+        EXPECT_EQ(v, 1.f);
+      server->Response(meta);
+      over = true;
+    });
+    while (!over)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  if (role == Node::WORKER) {
+    const auto push = [](int cmd) {
+      KVWorker<float> kv(0, cmd);
+      const int t = kv.Push(
+          {3}, std::vector<float>(25000, static_cast<float>(cmd)), {}, cmd);
+      if (cmd == 2)
+        return kv.Wait(t);
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      Finalize(0, Node::WORKER, false);
+    };
+    push(1);
+    StartPS(0, role, -1, false);
+    push(2);
+  }
+  try {
+    Finalize(0, role, true);
+  } catch (const fserver::PeerLostError &) {
+  }
+}

@@ -110,7 +110,6 @@ public:
       there = false;
     } catch (...) {
       tried(a);
-      release(handler);
       throw;
     }
     tried(a);
@@ -130,7 +129,7 @@ public:
   fserver::Server server;
 
 private:
-  // A request whose memory the worker shares with us, or whose head was copied, until it is answered.
+  // A request that keeps its memory until it is answered, and its head if that was copied.
   struct Held {
     fserver::Request request;
     std::vector<std::uint64_t> head;
@@ -244,6 +243,19 @@ private:
 
   void hand(App &app, fserver::Request &request, const Head &h) {
     const std::uint64_t handler = request.handler();
+    try {
+      begin(handler);
+      give(app, request, h);
+      keep(handler, request);
+    } catch (const std::exception &e) {
+      fail(handler, e.what());
+    } catch (...) {
+      fail(handler, "the handler has thrown what is no std::exception");
+    }
+  }
+
+  void give(App &app, fserver::Request &request, const Head &h) {
+    const std::uint64_t handler = request.handler();
     const fserver::Request *r = &request;
     const char *body = r->tensors()[0].as<char>() + sizeof(Head);
     // Keys in memory that the worker can still change would be other ones than those checked.
@@ -256,13 +268,19 @@ private:
     const auto *lens = reinterpret_cast<const int *>(keys + h.keys);
     if (const std::string wrong = check_keys(h, keys, lens); !wrong.empty())
       return fail(handler, wrong);
-    try {
-      app.take({*r, h, keys, lens});
-    } catch (const std::exception &e) {
-      fail(handler, e.what());
-    }
+    app.take({*r, h, keys, lens});
   }
 
+  void begin(std::uint64_t handler) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    current_ = handler;
+  }
+  // Keeps a request that the handler has not answered.
+  void keep(std::uint64_t handler, fserver::Request &request) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (current_ == handler && !held_.count(handler))
+      held_[handler].request = std::move(request);
+  }
   Held &hold(std::uint64_t handler, fserver::Request &request) {
     const fserver::Tensor &t = request.tensors()[0];
     const std::size_t bytes = t.bytes - sizeof(Head);
@@ -276,6 +294,8 @@ private:
   void release(std::uint64_t handler) noexcept {
     std::lock_guard<std::mutex> lock(mutex_);
     held_.erase(handler);
+    if (current_ == handler)
+      current_ = 0;
   }
 
   // A new answer, which stays where it is until it has been sent.
@@ -315,7 +335,9 @@ private:
   bool leaving_ = false;
   std::thread thread_;
   std::unordered_map<std::uint64_t, Held> held_; // by handler
-  std::deque<Answer> answers_;                   // in the order of their start
+  // The handler of the request that was taken last; 0: it has been answered.
+  std::uint64_t current_ = 0;
+  std::deque<Answer> answers_; // in the order of their start
 };
 
 } // namespace ps::detail
