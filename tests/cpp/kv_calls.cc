@@ -214,6 +214,55 @@ SCENE(callbacks_run_once, 2, 2) {
   kv.ZPush(keys, vals, {}, 0, [&] { pushed++; });
 }
 
+// Callbacks of requests that have ended before the callback thread looks at them. Nothing else wakes it: no
+// heartbeats come.
+BARE_SCENE(callbacks_of_requests_that_have_ended, 1, 2) {
+  const Node::Role role = GetRole(std::getenv("DMLC_ROLE"));
+  Environment::Init(
+      {{"PS_HEARTBEAT_INTERVAL", "0"}, {"PS_HEARTBEAT_TIMEOUT", "0"}});
+  StartPS(0, role, -1, true);
+  if (role == Node::SERVER)
+    serve<int>(
+        [](const KVMeta &meta, const KVPairs<int> &, KVServer<int> *server) {
+          static KVMeta first;
+          KVPairs<int> res;
+          if (!meta.push)
+            res.vals = SArray<int>(4, 1);
+          if (meta.cmd == 1) {
+            first = meta;
+            return;
+          }
+          if (meta.cmd == 2)
+            server->Response(first);
+          server->Response(meta, res);
+        });
+  if (role == Node::WORKER) {
+    KVWorker<int> kv(0, 0);
+    std::atomic<int> called{0};
+    const auto done = [&] { called++; };
+    const auto expect_called = [&](int n) {
+      for (int i = 0; i < 2000 && called < n; i++)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      EXPECT_EQ(called.load(), n);
+    };
+    // One that sends nothing, while another one is open.
+    const int open = kv.Push({1}, {1}, {}, 1, done);
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    kv.Push({}, {}, {}, 0, done);
+    expect_called(1);
+    kv.Wait(kv.Push({2}, {1}, {}, 2));
+    kv.Wait(open);
+    EXPECT_EQ(called.load(), 2);
+    // One whose second step fails.
+    std::vector<int> three(3), lens;
+    const int wrong = kv.Pull(spread(2), &three, &lens, 0, done);
+    expect_called(3);
+    EXPECT_THROW(fserver::ShapeError, "vals has 3 values, the servers have 8",
+                 kv.Wait(wrong));
+  }
+  Finalize(0, role, true);
+}
+
 SCENE(several_apps_and_customers, 2, 2) {
   const std::vector<Key> keys = spread(4);
   if (IsServer()) {

@@ -73,7 +73,8 @@ public:
     sent(r);
     if (r.ask.done) {
       callbacks_.push_back(&r);
-      if (idle_)
+      settle(r);
+      if (idle_ || !r.open()) // it may have ended before it was in the list
         watch_->wake();
     }
     return timestamp;
@@ -271,7 +272,8 @@ private:
       }
       lock.lock();
       sent(r);
-      return false;
+      if (!r.error || r.open())
+        return false;
     }
     const std::int64_t number = r.number;
     if (r.error)
