@@ -104,6 +104,50 @@ BARE_SCENE(ranks_and_customers, 2, 1) {
   EXPECT(!Postoffice::Get()->started());
 }
 
+// Customers that are started at the same time: each may use the node when its StartPS has returned.
+BARE_SCENE(customers_of_two_threads, 1, 1) {
+  const Node::Role role = own_role();
+  if (role == Node::SERVER)
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  std::vector<std::thread> all;
+  for (int customer = 0; customer < 2; customer++)
+    all.emplace_back([role, customer] {
+      StartPS(customer, role, -1, true);
+      if (role == Node::SERVER)
+        serve<float>(KVServerDefaultHandle<float>(), customer);
+      if (role == Node::WORKER) {
+        KVWorker<float> kv(customer, customer);
+        kv.Wait(kv.Push({1}, {1}));
+      }
+    });
+  for (std::thread &t : all)
+    t.join();
+  Finalize(0, role);
+  Finalize(1, role);
+}
+
+// If the cluster does not come, no customer has started.
+CASE(customers_without_a_cluster) {
+  Environment::Init({{"DMLC_PS_ROOT_URI", "127.0.0.1"},
+                     {"DMLC_PS_ROOT_PORT", "9"}, // nobody listens
+                     {"FSERVER_INIT_TIMEOUT", "0.5"}});
+  std::atomic<int> failures{0};
+  std::vector<std::thread> all;
+  for (int customer = 0; customer < 3; customer++)
+    all.emplace_back([&failures, customer] {
+      EXPECT_THROW(fserver::TimeoutError, "127.0.0.1:9",
+                   StartPS(customer, Node::WORKER, 0, true));
+      failures++;
+    });
+  for (std::thread &t : all)
+    t.join();
+  EXPECT_EQ(failures.load(), 3);
+  EXPECT(!Postoffice::GetWorker()->started());
+  EXPECT_THROW(fserver::TimeoutError, "127.0.0.1:9",
+               StartPS(0, Node::WORKER, 0, true));
+  Environment::Init({});
+}
+
 // All processes of a role have the same environment: the scheduler numbers them. One that is lost has its rank
 // again when it comes back.
 BARE_SCENE(ranks_of_the_scheduler, 3, 2) {

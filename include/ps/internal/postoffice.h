@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <exception>
 #include <functional>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -156,14 +158,27 @@ public:
   // Has f called by Finalize, when the node has ended.
   void RegisterExitCallback(const std::function<void()> &f) { at_exit_ = f; }
 
-  // Opens the node, and waits until the cluster is complete. Once for each customer; only the first opens.
+  // Opens the node, and waits until the cluster is complete. Once for each customer: the first opens it, and the
+  // others wait for that. If it fails, all throw its error, and none has started.
   void Start(int customer_id, Node::Role role, int rank, bool do_barrier,
              const char *argv0 = nullptr) {
     (void)argv0;
     if (role != role_)
       throw fserver::ConfigError("Postoffice::Start: this is a " + role_str());
-    if (open(customer_id, rank))
-      connect(do_barrier);
+    std::promise<void> done;
+    if (const std::shared_future<void> first = open(customer_id, rank, done);
+        first.valid())
+      return first.get();
+    try {
+      connect();
+    } catch (...) {
+      give_up();
+      done.set_exception(std::current_exception());
+      throw;
+    }
+    done.set_value();
+    if (do_barrier)
+      Barrier(0, kServerGroup + kWorkerGroup);
   }
   // Ends what Start has begun: the last customer's call leaves the cluster; see Finalize of ps.h.
   void Finalize(int customer_id, bool do_barrier = true) {
@@ -254,12 +269,13 @@ private:
     return *opened(call, scheduler_);
   }
 
-  // Reports whether this customer is the first.
-  bool open(int customer_id, int rank) {
+  // Makes the node if this customer is the first. For the others, returns what the first one promises.
+  std::shared_future<void> open(int customer_id, int rank,
+                                std::promise<void> &done) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!customers_.empty()) {
       customers_.insert(customer_id);
-      return false;
+      return opening_;
     }
     if (is_worker())
       worker_ = std::make_shared<detail::WorkerNode>(index_, rank);
@@ -269,18 +285,19 @@ private:
       scheduler_ =
           std::make_shared<fserver::Scheduler>(detail::options_of(0, -1));
     preferred_ = rank;
+    opening_ = done.get_future().share();
     customers_.insert(customer_id);
-    return true;
+    return {};
   }
-  void connect(bool do_barrier) {
+  // Ends what open has begun, for all customers that have come since.
+  void give_up() {
+    node("StartPS").close();
+    std::lock_guard<std::mutex> lock(mutex_);
+    customers_.clear();
+  }
+  void connect() {
     fserver::Node &n = node("StartPS");
-    try {
-      n.connect();
-    } catch (...) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      customers_.clear();
-      throw;
-    }
+    n.connect();
     rank_ = n.rank();
     van_.node_.role = role_;
     van_.node_.id = is_worker()   ? WorkerRankToID(rank_)
@@ -295,7 +312,6 @@ private:
       van_.node_.hostname = address.substr(host, port - 1 - host);
       van_.node_.port = std::atoi(address.c_str() + port);
     }
-    van_.ready_ = true;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (is_worker())
@@ -307,8 +323,7 @@ private:
       else
         letters_ = std::make_shared<detail::Letters>(scheduler_);
     }
-    if (do_barrier)
-      Barrier(0, kServerGroup + kWorkerGroup);
+    van_.ready_ = true;
   }
 
   // Reports whether this customer is the last.
@@ -347,6 +362,7 @@ private:
   std::function<void()> at_exit_;
   mutable std::mutex mutex_; // of what follows
   std::set<int> customers_;
+  std::shared_future<void> opening_; // when the first customer has connected
   std::shared_ptr<detail::WorkerNode> worker_;
   std::shared_ptr<detail::ServerNode> server_;
   std::shared_ptr<fserver::Scheduler> scheduler_;
