@@ -13,7 +13,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <numeric>
 #include <optional>
 #include <string>
 #include <thread>
@@ -93,7 +92,7 @@ public:
   // Sends all push tensors to every server, and has every server write its answers into the pull
   // tensors: pull[i * Q + j] takes answer j of server i. Returns at once; the tensors are kept until
   // the request has completed. need_event: tensors on a GPU are sent behind what is queued on the
-  // current stream. Returns the first of P + Q numbers, counted from 0 in a process.
+  // current stream. Returns the first of P + Q numbers, counted from 0 in a process, and after 2^30 - 1 again.
   //
   // Throws what fserver::Worker::push_pull throws.
   int ZBatchPushPull(KeyTensorBatch &push, KeyTensorBatch &pull,
@@ -114,11 +113,11 @@ public:
     std::lock_guard<std::mutex> lock(mutex_);
     const fserver::Handle h = worker_.push_pull(out, in, after);
     kept_.Add(h, std::move(kept));
-    const int first = Next().fetch_add(count);
+    const std::int64_t first = Next().fetch_add(count);
     requests_[first] = {h, count, started};
     if (requests_.size() > kRemembered)
       requests_.erase(requests_.begin());
-    return first;
+    return detail::timestamp_of(first);
   }
 
   // Returns when the request that a number belongs to has completed. timeout_ms counts from its
@@ -134,10 +133,11 @@ public:
 
   // All numbers of the request that a number belongs to.
   std::vector<int> GetAllHandlers(int timestamp) {
-    int first = 0;
+    std::int64_t first = 0;
     const Request r = Find("GetAllHandlers", timestamp, &first);
     std::vector<int> all(static_cast<std::size_t>(r.count));
-    std::iota(all.begin(), all.end(), first);
+    for (int &timestamp : all)
+      timestamp = detail::timestamp_of(first++);
     return all;
   }
 
@@ -161,18 +161,19 @@ private:
   };
   static constexpr std::size_t kRemembered = 4096;
 
-  static std::atomic<int> &Next() {
-    static std::atomic<int> next{0};
+  static std::atomic<std::int64_t> &Next() {
+    static std::atomic<std::int64_t> next{0};
     return next;
   }
 
-  Request Find(const char *call, int timestamp, int *first = nullptr) {
+  Request Find(const char *call, int timestamp, std::int64_t *first = nullptr) {
     std::lock_guard<std::mutex> lock(mutex_);
-    auto it = requests_.upper_bound(timestamp);
+    const std::int64_t number = detail::number_of(Next().load(), timestamp);
+    auto it = requests_.upper_bound(number);
     const bool known = it != requests_.begin();
     if (known)
       --it;
-    if (!known || timestamp - it->first >= it->second.count)
+    if (!known || number - it->first >= it->second.count)
       throw fserver::ConfigError(std::string(call) + ": timestamp " +
                                  std::to_string(timestamp) +
                                  " is not known: pass one of the last 4,096 "
@@ -186,7 +187,7 @@ private:
   fserver::Worker &worker_;
   std::mutex mutex_;
   internal::Kept kept_;
-  std::map<int, Request> requests_; // by their first number
+  std::map<std::int64_t, Request> requests_; // by their first number
 };
 
 // A request: what was pushed, and what is to be answered.
@@ -320,7 +321,7 @@ private:
       kv.push = true;
       kv.key = t.key;
       kv.addr = reinterpret_cast<std::uintptr_t>(t.data);
-      kv.val_len = static_cast<int>(t.bytes);
+      kv.val_len = detail::clamped(t.bytes);
       m.push_metas.push_back(kv);
     }
     const std::vector<std::uint64_t> keys = server_.pull_keys(*r);
@@ -328,7 +329,7 @@ private:
       kv.push = false;
       kv.key = keys[j];
       kv.addr = 0;
-      kv.val_len = static_cast<int>(r->answers()[j]);
+      kv.val_len = detail::clamped(r->answers()[j]);
       m.pull_metas.push_back(kv);
       m.pull_tensors.push_back({keys[j], at::Tensor()});
     }

@@ -40,7 +40,7 @@ public:
   // this process. Throws fserver::ClosedError before StartPS.
   explicit KVWorker(int app_id, int customer_id, int instance_idx = 0)
       : SimpleApp(app_id, customer_id, Postoffice::GetWorker(instance_idx),
-                  detail::Requests::kTimestamps),
+                  detail::kTimestamps),
         ranges_(Postoffice::GetWorker(instance_idx)->GetServerKeyRanges()),
         requests_(new detail::Requests(
             Postoffice::GetWorker(instance_idx)->worker("KVWorker"), app_id,
@@ -98,7 +98,7 @@ public:
   // server is gone, RefusedError if one has refused it, ShapeError if *vals has another size than the servers' values,
   // ClosedError after Finalize. Also waits for a Request.
   void Wait(int timestamp) override {
-    if (timestamp >= detail::Requests::kTimestamps)
+    if (timestamp >= detail::kTimestamps)
       SimpleApp::Wait(timestamp);
     else
       requests_->wait(timestamp);

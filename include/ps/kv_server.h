@@ -37,8 +37,8 @@ struct KVMeta {
   int customer_id = 0;    // of the worker
   Key key = 0;            // the first key
   std::uint64_t addr = 0; // names the request for Response
-  int val_len =
-      0; // values that were pushed, or are asked for; 0: any number of them
+  // Values that were pushed, or are asked for, at most INT_MAX; 0: any number of them.
+  int val_len = 0;
   int option = 0;
   // What is to be answered.
   detail::Op op = detail::Op::kPush;
@@ -156,7 +156,7 @@ private:
     meta.customer_id = h.customer;
     meta.key = t.keys[0];
     meta.addr = t.request.handler();
-    meta.val_len = static_cast<int>(std::min<std::uint64_t>(h.vals, INT32_MAX));
+    meta.val_len = detail::clamped(h.vals);
     meta.option = h.option;
     meta.op = h.op;
     meta.wants_lens = h.flags & detail::kWantsLens;

@@ -311,6 +311,22 @@ CASE(lines_of_the_log) {
   EXPECT(ends_with(text, ": careful\n"));
 }
 
+CASE(timestamps_of_numbers) {
+  using detail::number_of, detail::timestamp_of;
+  constexpr std::int64_t kAll = detail::kTimestamps;
+  for (std::int64_t next : {std::int64_t{5000}, kAll - 1, kAll, kAll + 1,
+                            2 * kAll, 2 * kAll + 3, 5 * kAll + 77}) {
+    for (std::int64_t n = next - 4100; n < next; n++) {
+      EXPECT(timestamp_of(n) >= 0 && timestamp_of(n) < kAll);
+      EXPECT_EQ(number_of(next, timestamp_of(n)), n);
+    }
+  }
+  EXPECT(number_of(3, 3) < 0 && number_of(3, -1) < 0 && number_of(0, 0) < 0);
+  EXPECT(number_of(kAll + 9, detail::kTimestamps) < 0);
+  EXPECT_EQ(detail::clamped(7), 7);
+  EXPECT_EQ(detail::clamped(UINT64_C(1) << 31), INT32_MAX);
+}
+
 // No two requests of an app share an engine key by accident, and shared ones are few.
 CASE(engine_keys) {
   std::set<std::uint64_t> keys, shared;

@@ -22,12 +22,9 @@
 
 namespace ps::detail {
 
-// The requests of one KVWorker. Each has a number, from 0; its timestamp is the lower 30 bits. Timestamps from kTimestamps
-// on are those of the SimpleApp that the KVWorker is.
+// The requests of one KVWorker. Timestamps from kTimestamps on are those of the SimpleApp that the KVWorker is.
 class Requests final : public Looks {
 public:
-  static constexpr int kTimestamps = 1 << 30;
-
   Requests(std::shared_ptr<WorkerNode> node, int app, int customer,
            std::vector<Range> ranges)
       : node_(std::move(node)), app_(app), customer_(customer),
@@ -59,7 +56,7 @@ public:
     at(r.number) = &r;
     begin_to_send(r);
     r.ask = std::move(ask);
-    const auto timestamp = static_cast<int>(r.number & kMask);
+    const int timestamp = timestamp_of(r.number);
     lock.unlock();
     try {
       first_step(r);
@@ -83,7 +80,11 @@ public:
   // Waits until a request has ended, and its callback has returned. Throws what it has ended with.
   void wait(int timestamp) {
     std::unique_lock<std::mutex> lock(mutex_);
-    const std::int64_t number = number_of(timestamp);
+    const std::int64_t number = number_of(next_, timestamp);
+    if (number < 0)
+      throw fserver::ConfigError("Wait: timestamp is " +
+                                 std::to_string(timestamp) +
+                                 ", want what a call has returned");
     while (Record *r = find(number)) {
       if (r->state == Record::kSending) {
         changed_.wait(lock);
@@ -150,7 +151,6 @@ public:
 private:
   static constexpr std::int64_t kWindow =
       8192; // from the oldest under way to the newest
-  static constexpr std::int64_t kMask = kTimestamps - 1;
   static constexpr std::size_t kFailures = 4096;
   using Lock = std::unique_lock<std::mutex>;
 
@@ -160,16 +160,6 @@ private:
   // The request if it is under way; null: it has ended.
   Record *find(std::int64_t number) {
     return number >= low_ && number < next_ ? at(number) : nullptr;
-  }
-  std::int64_t number_of(int timestamp) const {
-    std::int64_t number = (next_ & ~kMask) | timestamp;
-    if (number >= next_)
-      number -= kTimestamps;
-    if (timestamp < 0 || number < 0)
-      throw fserver::ConfigError("Wait: timestamp is " +
-                                 std::to_string(timestamp) +
-                                 ", want what a call has returned");
-    return number;
   }
   bool on_thread() const { return std::this_thread::get_id() == id_; }
   bool ended(const fserver::Handle &h) const {
@@ -415,7 +405,7 @@ private:
     h.flags = r.ask.wants_lens ? kWantsLens : 0;
     h.app = app_;
     h.customer = customer_;
-    h.timestamp = static_cast<std::int32_t>(r.number & kMask);
+    h.timestamp = timestamp_of(r.number);
     h.cmd = r.ask.cmd;
     h.width = r.ask.width;
     h.keys = p.nkeys;

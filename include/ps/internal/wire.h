@@ -5,6 +5,7 @@
 // the size takes one number of 64 bits.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -44,6 +45,24 @@ struct Head {
   static constexpr std::uint16_t kVersion = 1;
 };
 static_assert(sizeof(Head) == 56 && sizeof(Head) % alignof(Key) == 0, "");
+
+// A request has a number of 64 bits, from 0. The program is given the lower 30 bits of it, its timestamp.
+constexpr int kTimestamps = 1 << 30;
+inline int timestamp_of(std::int64_t number) {
+  return static_cast<int>(number & (kTimestamps - 1));
+}
+// The last number before `next` with a timestamp; below 0: there is none.
+inline std::int64_t number_of(std::int64_t next, int timestamp) {
+  if (timestamp < 0 || timestamp >= kTimestamps)
+    return -1;
+  const std::int64_t number = next - timestamp_of(next) + timestamp;
+  return number < next ? number : number - kTimestamps;
+}
+
+// A count as an int, or the largest one.
+inline int clamped(std::uint64_t n) {
+  return static_cast<int>(std::min<std::uint64_t>(n, INT32_MAX));
+}
 
 inline std::size_t bytes_of_head(std::size_t keys, std::size_t lens) {
   return sizeof(Head) + keys * sizeof(Key) + lens * sizeof(int);
