@@ -107,6 +107,7 @@ public:
       throw fserver::ConfigError("SimpleApp: Wait: timestamp is " +
                                  std::to_string(timestamp) +
                                  ", want one that Request has returned");
+    auto look_at = std::chrono::steady_clock::now() + kLook;
     for (;;) {
       const auto it = asked_.find(timestamp);
       if (it == asked_.end())
@@ -119,8 +120,11 @@ public:
         asked_.erase(it);
         std::rethrow_exception(error);
       }
-      if (changed_.wait_for(lock, kLook) == std::cv_status::timeout)
-        look(lock, timestamp);
+      changed_.wait_until(lock, look_at);
+      if (std::chrono::steady_clock::now() < look_at)
+        continue;
+      look(lock, timestamp);
+      look_at = std::chrono::steady_clock::now() + kLook;
     }
   }
 
@@ -181,6 +185,7 @@ private:
   // A request that has not ended.
   struct Asked {
     std::vector<Peer> open; // who have not answered
+    bool missed = false;    // the last look found one of them gone
     std::uint64_t scheduler = 0;
     std::exception_ptr error;
   };
@@ -226,7 +231,8 @@ private:
       it->second.error = std::move(error);
     changed_.notify_all();
   }
-  // Ends a request if a node that it needs is gone.
+  // Ends a request if a node that it needs is gone, or leaves. That is at the second look that finds it so: its answer
+  // may have come before, and be on its way through this process.
   void look(std::unique_lock<std::mutex> &lock, int timestamp) {
     lock.unlock();
     std::vector<fserver::Member> all;
@@ -237,33 +243,32 @@ private:
     if (it == asked_.end() || it->second.error)
       return;
     it->second.error = broken;
+    std::exception_ptr error;
     for (const fserver::Member &m : all) {
       std::uint64_t run =
           m.role == fserver::Role::kScheduler ? it->second.scheduler : m.run;
       bool needed = m.role == fserver::Role::kScheduler;
       for (const Peer &p : it->second.open) {
-        if (p.is(m.role, m.rank)) {
+        if (p.is(m.role, m.rank) && !waits_for_handler(timestamp, p)) {
           needed = true;
           run = p.run;
         }
       }
-      if (needed && !answers(m, timestamp) &&
-          (m.state != fserver::Member::kPresent ||
-           (m.run && run && m.run != run)))
-        it->second.error = gone(m);
+      if (needed && (m.state != fserver::Member::kPresent ||
+                     (m.run && run && m.run != run)))
+        error = gone(m);
     }
+    if (error && it->second.missed)
+      it->second.error = error;
+    it->second.missed = error != nullptr;
   }
-  // Whether a response of a node is here that has not been handled to its end. A node that has left may have
-  // answered before.
-  bool answers(const fserver::Member &m, int timestamp) const {
-    if (handled_ == timestamp)
-      return true;
-    return std::any_of(letters_in_.begin(), letters_in_.end(),
-                       [&](const detail::Letter &l) {
-                         return l.head.kind != detail::LetterHead::kRequest &&
-                                l.head.timestamp == timestamp &&
-                                l.role == m.role && l.rank == m.rank;
-                       });
+  // Whether an answer of a node to a request has come.
+  bool waits_for_handler(int timestamp, const Peer &p) const {
+    return std::any_of(
+        letters_in_.begin(), letters_in_.end(), [&](const detail::Letter &l) {
+          return l.head.kind != detail::LetterHead::kRequest &&
+                 l.head.timestamp == timestamp && p.is(l.role, l.rank);
+        });
   }
   static std::exception_ptr gone(const fserver::Member &m) {
     fs_error e{};
@@ -368,23 +373,21 @@ private:
     Asked *a = waits();
     if (!a || std::none_of(a->open.begin(), a->open.end(), sent))
       return; // answered twice, or Wait has thrown
+    a->open.erase(std::remove_if(a->open.begin(), a->open.end(), sent),
+                  a->open.end());
     std::exception_ptr error;
     if (l.head.kind == detail::LetterHead::kRefusal) {
       error = refused(l);
     } else {
       const Handle handle = on_response_;
-      handled_ = l.head.timestamp;
       lock.unlock();
       error = capture([&] { handle(data_of(l), this); });
       lock.lock();
-      handled_ = -1;
     }
     if (a = waits(); !a)
       return;
     if (error && !a->error)
       a->error = error;
-    a->open.erase(std::remove_if(a->open.begin(), a->open.end(), sent),
-                  a->open.end());
     if (a->open.empty() && !a->error)
       asked_.erase(l.head.timestamp);
     changed_.notify_all();
@@ -399,8 +402,7 @@ private:
   std::size_t bytes_in_ = 0;
   std::map<int, Asked> asked_; // by timestamp
   const int first_;
-  int next_;         // timestamp
-  int handled_ = -1; // whose response is with the handler
+  int next_; // timestamp
   bool closed_ = false, ends_ = false;
   bool handles_ = false; // set_request_handle has been called
   const std::chrono::steady_clock::time_point default_from_ =

@@ -232,6 +232,40 @@ BARE_SCENE(a_receiver_is_lost, 2, 1) {
   }
 }
 
+// A receiver that is lost is noticed also while other messages come all the time.
+BARE_SCENE(a_receiver_is_lost_while_others_talk, 2, 1) {
+  StartPS(0, own_role(), -1, true);
+  std::atomic<int> asked{0};
+  SimpleApp app(0, 0);
+  if (IsWorker() && MyRank() == 1) {
+    app.set_request_handle(
+        [&](const SimpleData &, SimpleApp *) { asked++; }); // no answer
+    until(asked, 1);
+    return Finalize(0, own_role(), false);
+  }
+  app.set_request_handle([&](const SimpleData &r, SimpleApp *self) {
+    self->Response(r);
+    asked++;
+  });
+  for (int i = 0; IsServer() && !asked; i++) {
+    app.Request(i, "", 9);
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  if (IsWorker()) {
+    const auto start = std::chrono::steady_clock::now();
+    EXPECT_THROW(fserver::PeerLostError,
+                 "worker 1 is gone, and has not answered",
+                 app.Wait(app.Request(0, "", 11)));
+    EXPECT(std::chrono::steady_clock::now() - start < std::chrono::seconds(3));
+    EXPECT(asked.load() > 0);
+    app.Wait(app.Request(0, "", 8));
+  }
+  try {
+    Finalize(0, own_role());
+  } catch (const fserver::PeerLostError &) { // of worker 1
+  }
+}
+
 // A receiver that leaves in Finalize, alone, and has not answered: Wait throws. What it has answered counts, also if
 // that is handled later.
 BARE_SCENE(a_receiver_leaves, 1, 1) {
@@ -262,6 +296,33 @@ BARE_SCENE(a_receiver_leaves, 1, 1) {
     app.Wait(first);
     EXPECT_EQ(answered.load(), 1);
     EXPECT(Postoffice::Get()->GetDeadNodes().empty());
+  }
+  Finalize(0, own_role());
+}
+
+// The scheduler sees it too.
+BARE_SCENE(a_receiver_leaves_the_scheduler, 1, 1) {
+  StartPS(0, own_role(), -1, true);
+  std::atomic<int> asked{0}, answered{0};
+  SimpleApp app(0, 0);
+  if (IsWorker()) {
+    app.set_request_handle([&](const SimpleData &r, SimpleApp *self) {
+      if (r.head == 1)
+        self->Response(r);
+      asked++;
+    });
+    until(asked, 2);
+  }
+  if (IsScheduler()) {
+    app.set_response_handle([&](const SimpleData &, SimpleApp *) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(500));
+      answered++;
+    });
+    const int yes = app.Request(1, "", 9), no = app.Request(0, "", 9);
+    app.Wait(yes);
+    EXPECT_EQ(answered.load(), 1);
+    EXPECT_THROW(fserver::PeerLostError,
+                 "worker 0 is gone, and has not answered", app.Wait(no));
   }
   Finalize(0, own_role());
 }
