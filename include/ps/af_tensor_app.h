@@ -8,7 +8,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -21,6 +20,7 @@
 
 #include "ps/internal/backend.h"
 #include "ps/internal/trace.h"
+#include "ps/internal/underway.h"
 #include "ps/ps.h"
 
 namespace ps {
@@ -69,14 +69,19 @@ inline std::optional<fserver::Stream> CurrentStream(const KeyTensorBatch &all) {
 // Operations under way, and the tensors that they use.
 class Kept {
 public:
+  explicit Kept(const fserver::Node &node) : node_(node) {}
   void Add(const fserver::Handle &h, KeyTensorBatch tensors) {
-    while (!all_.empty() && all_.front().first.done())
-      all_.pop_front();
-    all_.emplace_back(h, std::move(tensors));
+    all_.add([this](const Entry &e) { return node_.ended(e.handle); }) =
+        Entry{h, std::move(tensors)};
   }
 
 private:
-  std::deque<std::pair<fserver::Handle, KeyTensorBatch>> all_;
+  struct Entry {
+    fserver::Handle handle;
+    KeyTensorBatch tensors;
+  };
+  const fserver::Node &node_;
+  detail::Underway<Entry> all_;
 };
 
 } // namespace internal
@@ -87,7 +92,7 @@ public:
   // Throws ClosedError if StartPS has not started that worker.
   explicit AFTensorWorker(int instance_idx = 0)
       : node_(Postoffice::GetWorker(instance_idx)->worker("AFTensorWorker")),
-        worker_(node_->worker) {}
+        worker_(node_->worker), kept_(worker_) {}
 
   // Sends all push tensors to every server, and has every server write its answers into the pull
   // tensors: pull[i * Q + j] takes answer j of server i. Returns at once; the tensors are kept until
@@ -216,7 +221,7 @@ public:
   // server.
   explicit AFTensorServer(int gpu)
       : node_(Postoffice::GetServer()->server("AFTensorServer")),
-        server_(node_->server) {
+        server_(node_->server), kept_(server_) {
     (void)gpu;
   }
   AFTensorServer(const AFTensorServer &) = delete;

@@ -1,4 +1,7 @@
 // KVWorker and KVServer when something is wrong: arguments, answers, peers.
+#include <signal.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <new>
@@ -406,6 +409,62 @@ BARE_SCENE(sizes_of_a_lost_worker, 2, 1) {
     Finalize(0, role, true);
   } catch (const fserver::PeerLostError &) {
   }
+}
+
+// The answer to a worker that takes none keeps no memory of the answers to others.
+SCENE(an_answer_that_stays, 2, 1) {
+  static std::atomic<int> alive{0};
+  constexpr std::size_t kLarge = 64 << 20;
+  if (IsServer()) {
+    serve<char>([](const KVMeta &meta, const KVPairs<char> &data,
+                   KVServer<char> *server) {
+      static pid_t stopped = 0;
+      static char is_stopped = 0;
+      KVPairs<char> res;
+      if (meta.cmd == 1) { // the process of the other worker
+        std::memcpy(&stopped, data.vals.data(), sizeof stopped);
+      } else if (meta.cmd == 2) {
+        kill(stopped, SIGSTOP);
+        is_stopped = 1;
+        res.vals = SArray<char>(kLarge, 'a');
+      } else if (meta.cmd == 3) {
+        kill(stopped, SIGCONT);
+      } else if (meta.cmd == 4) {
+        res.vals = SArray<char>(1, static_cast<char>(alive.load()));
+      } else if (meta.cmd == 5) {
+        res.vals = SArray<char>(1, is_stopped);
+      } else {
+        alive++;
+        res.vals.reset(new char[1], 1, [](char *p) {
+          alive--;
+          delete[] p;
+        });
+      }
+      server->Response(meta, res);
+    });
+    return;
+  }
+  KVWorker<char> kv(0, 0);
+  if (MyRank() == 1) {
+    std::vector<char> pid(sizeof(pid_t)), large(kLarge);
+    const pid_t own = getpid();
+    std::memcpy(pid.data(), &own, sizeof own);
+    kv.Wait(kv.Push({1}, pid, {}, 1));
+    const int t = kv.Pull({1}, &large, nullptr, 2);
+    Postoffice::Get()->Barrier(0, kWorkerGroup);
+    kv.Wait(t);
+    EXPECT_EQ(large.back(), 'a');
+    return;
+  }
+  std::vector<char> one(1);
+  while (!one[0])
+    kv.Wait(kv.Pull({2}, &one, nullptr, 5));
+  for (int i = 0; i < 100; i++)
+    kv.Wait(kv.Pull({2}, &one));
+  kv.Wait(kv.Pull({2}, &one, nullptr, 4));
+  EXPECT(one[0] <= 4);
+  kv.Wait(kv.Push({2}, {0}, {}, 3));
+  Postoffice::Get()->Barrier(0, kWorkerGroup);
 }
 
 // A request that is not answered keeps its memory, also when its worker is lost and pushes the key again.

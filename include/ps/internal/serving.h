@@ -4,7 +4,6 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -17,6 +16,7 @@
 #include "fserver/fserver.hpp"
 #include "ps/internal/logging.h"
 #include "ps/internal/nodes.h"
+#include "ps/internal/underway.h"
 #include "ps/internal/wire.h"
 #include "ps/sarray.h"
 
@@ -91,7 +91,8 @@ public:
     end();
   }
 
-  // Answers a request. The answer is let go of when it has been sent. Returns false if the worker is gone.
+  // Answers a request. Returns false if the worker is gone. The answer is let go of by later calls, when it has been
+  // sent.
   struct Answer {
     fserver::Handle handle;
     bool tried = false; // respond has returned
@@ -301,11 +302,9 @@ private:
   // A new answer, which stays where it is until it has been sent.
   Answer &answer() {
     std::lock_guard<std::mutex> lock(mutex_);
-    while (!answers_.empty() && answers_.front().tried &&
-           (!answers_.front().handle.id() ||
-            server.ended(answers_.front().handle)))
-      answers_.pop_front();
-    return answers_.emplace_back();
+    return answers_.add([this](const Answer &a) {
+      return a.tried && (!a.handle.id() || server.ended(a.handle));
+    });
   }
   void tried(Answer &a) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -337,7 +336,7 @@ private:
   std::unordered_map<std::uint64_t, Held> held_; // by handler
   // The handler of the request that was taken last; 0: it has been answered.
   std::uint64_t current_ = 0;
-  std::deque<Answer> answers_; // in the order of their start
+  Underway<Answer> answers_;
 };
 
 } // namespace ps::detail
