@@ -138,8 +138,8 @@ public:
     size_ = size;
   }
 
-  // The elements from begin up to, but not including, end; shares. Throws fserver::ShapeError if they are not
-  // within the array.
+  // The elements from begin up to, but not including, end; shares. If the segment grows, it moves, and so leaves the
+  // elements after end as they are. Throws fserver::ShapeError if it is not within the array.
   SArray segment(std::size_t begin, std::size_t end) const {
     if (begin > end || end > size_)
       throw fserver::ShapeError(
@@ -147,8 +147,7 @@ public:
           std::to_string(end) + " of " + std::to_string(size_) + " elements");
     SArray part = *this;
     part.ptr_ = std::shared_ptr<V>(ptr_, data() + begin);
-    part.size_ = end - begin;
-    part.capacity_ = capacity_ - begin;
+    part.size_ = part.capacity_ = end - begin;
     return part;
   }
   void append(const SArray &other) {

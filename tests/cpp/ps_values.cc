@@ -25,6 +25,12 @@ CASE(copies_of_an_array_share) {
   EXPECT_EQ(b.back(), 4);
   EXPECT_THROW(fserver::ShapeError, "from 2 to 4 of 3", a.segment(2, 4));
   EXPECT_THROW(fserver::ShapeError, "from 2 to 1", a.segment(2, 1));
+  SArray<int> first = a.segment(0, 1); // which may not grow over the rest of a
+  EXPECT_EQ(first.capacity(), 1u);
+  first.push_back(8);
+  part.resize(3, 8);
+  EXPECT(first[1] == 8 && part[2] == 8);
+  EXPECT(a[0] == 1 && a[1] == 7 && a[2] == 3);
   const auto list = std::make_shared<std::vector<int>>(3, 5);
   SArray<int> c(list);
   c[2] = 6;
