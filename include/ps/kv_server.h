@@ -241,21 +241,12 @@ private:
     return node_->server.losses(Postoffice::IDtoRank(sender));
   }
 
-  // Answers how many values there are, and keeps them until the worker fetches them or is lost.
+  // Answers how many values there are, and keeps them until the worker fetches them or is lost. A request of a worker
+  // that was lost meanwhile cannot be answered, so it keeps nothing in the place of its successor's. fetch waits for the
+  // lock.
   void keep(const KVMeta &req, const KVPairs<Val> &res) {
-    const std::pair<int, int> by(req.customer_id, req.timestamp);
-    // Before the answer, which fails if the worker was lost before.
-    const std::uint32_t lost = losses(req.sender);
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      KeptFor &kept = kept_[req.sender];
-      if (kept.losses != lost)
-        kept.all.clear();
-      kept.losses = lost;
-      if (kept.all.size() == kMostKept)
-        kept.all.erase(kept.all.begin());
-      kept.all[by] = {res.vals, res.lens};
-    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    const std::uint32_t lost = losses(req.sender); // before the answer
     const bool there =
         node_->answer(req.addr, [&](Answer &a, fserver::Tensor *t) {
           a.count = res.vals.size();
@@ -263,10 +254,15 @@ private:
                                  {sizeof a.count});
           return 1u;
         });
-    if (!there) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      kept_[req.sender].all.erase(by);
-    }
+    if (!there)
+      return;
+    KeptFor &kept = kept_[req.sender];
+    if (kept.losses != lost)
+      kept.all.clear();
+    kept.losses = lost;
+    if (kept.all.size() == kMostKept)
+      kept.all.erase(kept.all.begin());
+    kept.all[{req.customer_id, req.timestamp}] = {res.vals, res.lens};
   }
 
   void fetch(const KVMeta &req) {

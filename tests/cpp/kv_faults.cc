@@ -411,6 +411,55 @@ BARE_SCENE(sizes_of_a_lost_worker, 2, 1) {
   }
 }
 
+// A late Response to a worker that was lost does not touch what the next process has asked for by the same numbers.
+BARE_SCENE(a_late_response_to_a_lost_worker, 1, 1) {
+  const Node::Role role = GetRole(std::getenv("DMLC_ROLE"));
+  StartPS(0, role, -1, true);
+  static std::atomic<bool> over{false};
+  if (role == Node::SERVER) {
+    serve<float>([](const KVMeta &meta, const KVPairs<float> &,
+                    KVServer<float> *server) {
+      static KVMeta late;
+      KVPairs<float> res;
+      if (meta.push) {
+        over = true;
+      } else if (meta.cmd == 1) {
+        late = meta;
+        return;
+      } else {
+        res.vals = SArray<float>(3, 2.f);
+      }
+      server->Response(meta, res);
+      if (meta.push)
+        return;
+      res.vals = SArray<float>(5, 1.f);
+      EXPECT(late.timestamp == meta.timestamp &&
+             late.customer_id == meta.customer_id);
+      server->Response(late, res);
+    });
+    while (!over)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  if (role == Node::WORKER) {
+    std::vector<float> got;
+    {
+      KVWorker<float> kv(0, 0);
+      kv.Pull({3}, &got, nullptr, 1);
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      Finalize(0, role, false);
+    }
+    StartPS(0, role, -1, false);
+    KVWorker<float> kv(0, 0);
+    kv.Wait(kv.Pull({3}, &got, nullptr, 2));
+    EXPECT(got == std::vector<float>(3, 2.f));
+    kv.Wait(kv.Push({3}, {1}));
+  }
+  try {
+    Finalize(0, role, true);
+  } catch (const fserver::PeerLostError &) {
+  }
+}
+
 // The answer to a worker that takes none keeps no memory of the answers to others.
 SCENE(an_answer_that_stays, 2, 1) {
   static std::atomic<int> alive{0};
