@@ -295,6 +295,8 @@ private:
         handle_(Meta(r), this);
       } catch (const std::exception &e) {
         server_.fail(*r, e.what());
+      } catch (...) {
+        server_.fail(*r, "the handle has thrown what is no std::exception");
       }
     } catch (const fserver::Error &) {
       // It was answered before, or the worker is gone.

@@ -73,9 +73,10 @@ public:
   using SimpleApp::Response;
   using SimpleApp::set_request_handle; // of what Request has sent
 
-  // What is done with pushes and pulls. Those that come before wait for it, at most 10 seconds.
+  // What is done with pushes and pulls. Those that come before wait for it, at most 10 seconds. A handler may call it.
   void set_request_handle(const ReqHandle &handle) {
-    node_->apart([&] { handle_ = handle; });
+    auto shared = handle ? std::make_shared<const ReqHandle>(handle) : nullptr;
+    node_->apart([&] { handle_.swap(shared); });
   }
 
   // Answers a request, once: now or later, from any thread. A pull needs res.vals, with res.lens if the keys
@@ -138,7 +139,7 @@ private:
   class TheApp final : public detail::App {
   public:
     explicit TheApp(KVServer &server) : server_(server) {}
-    bool ready() const override { return static_cast<bool>(server_.handle_); }
+    bool ready() const override { return server_.handle_ != nullptr; }
     void take(const detail::Taken &taken) override { server_.serve(taken); }
     void tend() override { server_.tend(); }
 
@@ -175,7 +176,9 @@ private:
       data.lens = SArray<int>::view(const_cast<int *>(t.lens), h.lens);
     if (meta.push && !values(t, &data.vals))
       return node_->fail(meta.addr, "the values are not aligned");
-    handle_(meta, data, this);
+    const std::shared_ptr<const ReqHandle> handle =
+        handle_; // which it may replace
+    (*handle)(meta, data, this);
   }
 
   // The values of a push, in registered memory if there is any for them.
@@ -295,7 +298,7 @@ private:
   const int app_id_;
   TheApp app_;
   // Of the thread that serves.
-  ReqHandle handle_;
+  std::shared_ptr<const ReqHandle> handle_;
   std::map<std::pair<int, Key>, SArray<Val>>
       registered_;                        // by worker rank and first key
   std::mutex mutex_;                      // of what follows

@@ -125,11 +125,14 @@ inline void StartAsync(int customer_id, const char *argv0 = nullptr) {
 // workers have left or are gone. Then all nodes leave together, within FSERVER_STOP_TIMEOUT. Without
 // do_barrier the nodes are closed at once; for the others they are lost.
 //
-// Throws what has gone wrong, fserver::PeerLostError or TimeoutError; the nodes are closed then, too.
+// Throws what has gone wrong, fserver::PeerLostError or TimeoutError; the nodes are closed then, too. Throws ConfigError,
+// and does nothing, if a handler of a KVServer calls it for the last customer, with do_barrier: it would wait for itself.
 inline void Finalize(int customer_id, Node::Role role, bool do_barrier = true) {
   std::vector<std::function<void()>> ends;
-  for (Postoffice *p : detail::offices_of(role))
+  for (Postoffice *p : detail::offices_of(role)) {
+    p->CheckFinalize(customer_id, do_barrier); // in this thread
     ends.push_back([=] { p->Finalize(customer_id, do_barrier); });
+  }
   detail::at_once(ends);
 }
 // Finalize for the role of DMLC_ROLE (server).

@@ -411,6 +411,46 @@ BARE_SCENE(sizes_of_a_lost_worker, 2, 1) {
   }
 }
 
+// What a handler does that others rarely do.
+SCENE(handlers_that_surprise, 1, 1) {
+  static std::atomic<bool> over{false};
+  if (IsServer()) {
+    const std::string large(1000,
+                            'x'); // so that the function has memory of its own
+    serve<float>([large](const KVMeta &meta, const KVPairs<float> &,
+                         KVServer<float> *server) {
+      if (meta.cmd == 1)
+        throw 7;
+      EXPECT_THROW(fserver::ConfigError,
+                   "a handler of a KVServer has called it",
+                   Finalize(0, Node::SERVER, true));
+      EXPECT_THROW(fserver::ConfigError,
+                   "a handler of a KVServer has called it",
+                   Finalize(0, Node::JOINT, true));
+      EXPECT(Postoffice::Get()->started());
+      server->set_request_handle(
+          [](const KVMeta &m, const KVPairs<float> &, KVServer<float> *s) {
+            KVPairs<float> res;
+            res.vals = SArray<float>(1, 5.f);
+            s->Response(m, m.push ? KVPairs<float>() : res);
+          });
+      EXPECT_EQ(large, std::string(1000, 'x')); // it is still there
+      server->Response(meta);
+      over = true;
+    });
+    while (!over)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    return;
+  }
+  KVWorker<float> kv(0, 0);
+  EXPECT_THROW(fserver::RefusedError, "what is no std::exception",
+               kv.Wait(kv.Push({1}, {1}, {}, 1)));
+  kv.Wait(kv.Push({1}, {1}));
+  std::vector<float> got(1);
+  kv.Wait(kv.Pull({1}, &got, nullptr, 1));
+  EXPECT_EQ(got[0], 5.f);
+}
+
 // A late Response to a worker that was lost does not touch what the next process has asked for by the same numbers.
 BARE_SCENE(a_late_response_to_a_lost_worker, 1, 1) {
   const Node::Role role = GetRole(std::getenv("DMLC_ROLE"));

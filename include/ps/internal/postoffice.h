@@ -180,8 +180,18 @@ public:
     if (do_barrier)
       Barrier(0, kServerGroup + kWorkerGroup);
   }
+  // Throws ConfigError if Finalize would wait for the handler of a KVServer that calls it.
+  void CheckFinalize(int customer_id, bool do_barrier) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const bool last = customers_.count(customer_id) && customers_.size() == 1;
+    if (last && do_barrier && is_server() && server_->is_serving())
+      throw fserver::ConfigError(
+          "Finalize: a handler of a KVServer has called it, which it waits "
+          "for: call it in another thread");
+  }
   // Ends what Start has begun: the last customer's call leaves the cluster; see Finalize of ps.h.
   void Finalize(int customer_id, bool do_barrier = true) {
+    CheckFinalize(customer_id, do_barrier);
     if (!close(customer_id))
       return;
     try {

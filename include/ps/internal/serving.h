@@ -80,7 +80,12 @@ public:
     if (!thread_.joinable())
       thread_ = std::thread([this] { run(); });
   }
-  // Serves until all workers have left or are gone.
+  // Whether this is the thread that calls the handlers.
+  bool is_serving() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return thread_.get_id() == std::this_thread::get_id();
+  }
+  // Serves until all workers have left or are gone. Not to be called by a handler.
   void finish() {
     serve();
     {
@@ -329,7 +334,7 @@ private:
   std::vector<Parked> parked_;
   bool sized_ = false;
   std::int64_t tended_ = 0;
-  std::mutex mutex_; // of what follows
+  mutable std::mutex mutex_; // of what follows
   std::condition_variable changed_;
   bool leaving_ = false;
   std::thread thread_;
