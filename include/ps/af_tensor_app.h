@@ -278,11 +278,11 @@ private:
       try {
         if (!server_.get_batch(batch, std::chrono::milliseconds(100), 1))
           continue;
-      } catch (const fserver::PeerLostError &) {
-        std::this_thread::yield(); // another process may take its rank
+      } catch (const fserver::Error &e) {
+        if (!detail::no_worker(server_, e))
+          return;
+        std::this_thread::sleep_for(detail::kNoWorker);
         continue;
-      } catch (const fserver::Error &) {
-        return; // the workers have left, or the node is closed
       }
       for (fserver::Request &r : batch)
         Handle(std::make_shared<fserver::Request>(std::move(r)));

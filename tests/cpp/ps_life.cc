@@ -205,6 +205,43 @@ BARE_SCENE(ranks_of_the_scheduler, 3, 2) {
   }
 }
 
+// A server whose workers have all left serves those that come after them, until it calls Finalize itself.
+BARE_SCENE(a_worker_that_comes_after_all_have_left, 1, 1) {
+  Environment::Init({{"FSERVER_STOP_TIMEOUT", "0.5"}});
+  const Node::Role role = own_role();
+  StartPS(0, role, -1, true);
+  static std::atomic<int> pushes{0};
+  if (role == Node::SERVER)
+    serve<float>([](const KVMeta &meta, const KVPairs<float> &,
+                    KVServer<float> *server) {
+      server->Response(meta);
+      pushes++;
+    });
+  if (role == Node::WORKER) {
+    {
+      KVWorker<float> kv(0, 0);
+      kv.Wait(kv.Push({1}, {1}));
+    }
+    EXPECT_THROW(fserver::TimeoutError, "", Finalize(0, role));
+    StartPS(0, role, -1, false);
+    KVWorker<float> kv(0, 0);
+    kv.Wait(kv.Push({1}, {1}));
+    SimpleApp app(5, 0);
+    app.Wait(app.Request(0, "", kScheduler));
+  } else if (role == Node::SCHEDULER) {
+    SimpleApp app(5, 0);
+    app.set_request_handle([](const SimpleData &r, SimpleApp *self) {
+      self->Response(r);
+      pushes = 2;
+    });
+    while (pushes < 2)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  while (role == Node::SERVER && pushes < 2)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  Finalize(0, role);
+}
+
 // Barriers of some roles, and of one process of each group.
 SCENE(barriers, 2, 2) {
   Postoffice *p = Postoffice::Get();

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <atomic>
+#include <cerrno>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <map>
@@ -32,6 +34,13 @@ struct Taken {
   const Key *keys;
   const int *lens; // head.lens of them
 };
+
+// Whether a server has an error because all its workers have left or are lost. Others may follow them: look again
+// after kNoWorker.
+inline bool no_worker(const fserver::Server &server, const fserver::Error &e) {
+  return !server.closed() && (e.code() == ESHUTDOWN || e.code() == ECONNRESET);
+}
+constexpr std::chrono::milliseconds kNoWorker{100};
 
 // What takes the requests of an app.
 class App {
@@ -166,18 +175,26 @@ private:
         retry();
         for (std::size_t i = 0; got && i < batch.size(); i++)
           take(batch[i]);
-      } catch (const fserver::PeerLostError
-                   &) { // of the last worker; another process may follow it
-        std::unique_lock<std::mutex> lock(mutex_);
-        if (leaving_)
-          return;
-        changed_.wait_for(lock, std::chrono::milliseconds(100));
       } catch (const fserver::Error &e) {
-        if (e.code() != ESHUTDOWN)
-          PS_LOG(ERROR) << "the server takes no more requests: " << e.what();
-        return;
+        if (!goes_on(e))
+          return;
       }
     }
+  }
+
+  // Waits a moment if all workers have left or are lost, and others may follow them. Returns false if no more requests
+  // are to be taken.
+  bool goes_on(const fserver::Error &e) {
+    if (!no_worker(server, e)) {
+      if (!server.closed())
+        PS_LOG(ERROR) << "the server takes no more requests: " << e.what();
+      return false;
+    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (leaving_)
+      return false;
+    changed_.wait_for(lock, kNoWorker);
+    return true;
   }
 
   // How long to wait for requests before there is something else to do.
