@@ -69,8 +69,6 @@ def build_requirements() -> list[str]:
     return []
 
 
-with needs.one_line():
-    needs.need_setuptools()
 setup(
     ext_modules=[Extension("fserver._C", sources=[])],
     cmdclass={

@@ -22,7 +22,6 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
-LEAST_SETUPTOOLS = 77  # of [project] license-files
 
 
 class BuildError(Exception):
@@ -40,15 +39,11 @@ def one_line() -> Iterator[None]:
 
 def need_all() -> list[tuple[str, Path]]:
     """Version and folder of each torch that gets an adapter, if all that a build needs is here."""
-    for what, here, fit in (
-        ("system", platform.system(), ("Linux",)),
-        ("processor", platform.machine(), ("x86_64", "aarch64")),
-        ("C library", platform.libc_ver()[0], ("glibc",)),
-    ):
-        if here not in fit:
-            here = here or "another one, such as musl"
-            wanted = f"fserver needs the {what} {' or '.join(fit)}"
-            raise BuildError(f"{wanted}, and here it is {here}: use another host or image")
+    system, machine, libc = platform.system(), platform.machine(), platform.libc_ver()[0]
+    if (system, libc) != ("Linux", "glibc") or machine not in ("x86_64", "aarch64"):
+        here = f"{system} on {machine} with {libc or 'another C library, such as musl'}"
+        wanted = "fserver needs Linux on x86_64 or aarch64 with glibc"
+        raise BuildError(f"{wanted}, and here it is {here}: use another host or image")
     folders = os.environ.get("FSERVER_TORCHES")
     torches = [_torch(Path(f)) for f in folders.split(":")] if folders else [need_torch()]
     compiler("CXX", "g++")
@@ -57,15 +52,6 @@ def need_all() -> list[tuple[str, Path]]:
         compiler("CC", "gcc")
         find_go()
     return torches
-
-
-def need_setuptools() -> None:
-    """With --no-build-isolation, pip takes the setuptools that is there."""
-    import setuptools
-
-    if int(setuptools.__version__.split(".")[0]) < LEAST_SETUPTOOLS:
-        remedy = _install(f"'setuptools>={LEAST_SETUPTOOLS}'")
-        raise BuildError(f"setuptools {setuptools.__version__} is too old: run {remedy}")
 
 
 def compiler(variable: str, default: str) -> list[str]:

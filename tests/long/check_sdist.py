@@ -79,17 +79,12 @@ STOPS = {
     "another processor": (
         "",
         "import platform; platform.machine = lambda: 'riscv64'",
-        "and here it is riscv64: use another host or image",
+        "and here it is Linux on riscv64 with glibc: use another host or image",
     ),
     "musl": (
         "",
         "import platform; platform.libc_ver = lambda: ('', '')",
-        "and here it is another one, such as musl: use another host or image",
-    ),
-    "an old setuptools": (
-        "",
-        "import setuptools; setuptools.__version__ = '65.5.0'",
-        "setuptools 65.5.0 is too old: run `{python} -m pip install 'setuptools>=77'`",
+        "with another C library, such as musl: use another host or image",
     ),
 }
 
