@@ -1,4 +1,4 @@
-// What tools/wheel_cxx.py links into each library of a wheel: functions and
+// What tools/wheel_cxx.sh links into each library of a wheel: functions and
 // variables that the headers of this host's g++ use, and that came later than the
 // oldest libraries that a wheel runs with.
 

@@ -81,7 +81,7 @@ wheel = zipfile.ZipFile(sys.argv[1])
 names = [n for n in wheel.namelist() if n.startswith("torch/include/")]
 wheel.extractall(sys.argv[2], [*names, "torch/version.py"])
 END
-    mkdir -p "$to/torch/lib" # empty: tools/wheel_cxx.py links with stubs
+    mkdir -p "$to/torch/lib" # empty: tools/wheel_cxx.sh links with stubs
     rm -rf "$download"
   fi
 }
@@ -131,7 +131,7 @@ wheel() { # for one Python and processor
   fi
   raw=$(mktemp -d "$work/raw.XXXX")
   env "${settings[@]}" PYTHONPATH="$path" FSERVER_ARCHIVE="$work/$machine.a" FSERVER_TORCHES="$torch_homes" \
-    CXX="$work/env/bin/python tools/wheel_cxx.py $machine" \
+    CXX="tools/wheel_cxx.sh $machine" PYTHON="$work/env/bin/python" \
     "$python" setup.py -q bdist_wheel --plat-name "linux_$machine" -d "$raw"
   # auditwheel accepts the names of the processor that it runs on only, so it is told that it runs on this one.
   PATH=$work/env/bin:$PATH "$work/env/bin/python" -c "
@@ -152,7 +152,7 @@ for version in "${torches[@]}"; do
   torch_homes+=${torch_homes:+:}$work/torch/$version/torch
 done
 for machine in "${machines[@]}"; do
-  "$work/env/bin/python" tools/wheel_cxx.py "$machine" --version # or there is no such compiler
+  tools/wheel_cxx.sh "$machine" --version # or there is no such compiler
   archive "$machine"
   for python in "${pythons[@]}"; do
     say "$("$python" -c 'import sys; print("CPython %d.%d" % sys.version_info[:2])'), $machine"
