@@ -17,7 +17,7 @@
 # beside those in C, without pollers and on the CPU, ROUNDS of each size (default 5), and what calls of the driver take. All that
 # it leaves is one file, eager.tgz: logs and JSON.
 #
-# bench needs the archive alone, and 2 GPUs: `fserver bench` pingpong (all places too) and graph trips with tensors
+# bench needs the archive alone, and 2 GPUs: `fserver bench` pingpong (on the CPU too) and graph trips with tensors
 # on GPUs, each in turn with others' ways or beside them, and prints what they say, within 9 minutes:
 # ROUNDS of each size (default 5), RUNS of 20 round trips through a channel (default 1000). All that it
 # leaves is one file, bench.tgz.
@@ -195,7 +195,7 @@ bench_steps() {
   [[ -e fserver/include/fserver.h ]] || return
   export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
   bench_step pingpong 160 --device gpu --transport auto --sizes 4K,896K:1792K,64M --rounds "${ROUNDS:-5}"
-  bench_step places 130 --places local,remote --device cpu,gpu --sizes 4K,1M --rounds 3 --seconds 0.1
+  bench_step devices 130 --device cpu,gpu --sizes 4K,1M --rounds 3 --seconds 0.1
   graph_step bench trips 190 --modes kernel copy --runs "${RUNS:-1000}"
 }
 

@@ -65,17 +65,19 @@ def trips(options: argparse.Namespace) -> None:
     """Times round trips. Before and after, all bytes of one are compared."""
     from torch.distributed import TCPStore
 
+    from fserver.bench.crew import Case
     from fserver.bench.report import show_size
-    from fserver.bench.rivals import RivalActor
+    from fserver.bench.rivals import RivalSide
 
     is_server, rows = options.role == "server", []
     limit = timedelta(seconds=options.seconds)
     if is_server:
         _store = TCPStore(*options.at, is_master=True, wait_for_workers=False)
-    side = RivalActor(lambda _: None, int(is_server), (1, 1), options.at, timeout=limit)
-    side.join(options.step, max(map(max, SIZES)), (0, 0) if options.device == "gpu" else None)
+    gpu = 0 if options.device == "gpu" else None
+    side = RivalSide(lambda _: None, int(is_server), (1, 1), options.at, gpu, timeout=limit)
+    side.join(options.step, max(map(max, SIZES)))
     for out, back in SIZES:
-        side.prepare(out, back)
+        side.prepare(Case("push_pull", (out,), (back,)))
         side.verify(0)
         found = side.measure(WARM, COUNT)
         side.verify(1)

@@ -1,25 +1,24 @@
 """`fserver bench`: measures fserver on this host. See --help of each benchmark.
 
-A Run (run.py) has the table and the raw baseline, a program in C (baseline.py). What is compared
-takes turns (turns.py). The processes of fserver are a crew (crew.py) of actors (actors.py). Those
-of other libraries (rivals.py, libraries.py) and of graphs are a team (team.py).
+A Run (run.py) has the table and the ways that take turns; raw ones are programs in C (baseline.py).
+The processes of fserver are a crew (crew.py) of actors (actors.py). Those of other libraries
+(rivals.py, libraries.py) and of graphs are a team (team.py).
 """
 
 import argparse
 import importlib
 import os
 import sys
+from unittest import mock
 
 from .errors import BenchError
-from .host import environment
 
 BENCHMARKS = {
     "pingpong": "round trips between two pinned processes, compared with the same copies in C",
     "kv": "keys and values through the C++ headers of ps-lite: goodput of pushes and pulls",
     "af": "the layers of a large model: round trip, where its time goes, tokens per second",
     "graph": "stream channels in CUDA graphs: layers of a model, round trips, effect on GEMMs",
-    "bond": "one connection over several interfaces, RDMA devices or queue pairs",
-    "fanin": "one server with 1 to 40 worker groups",
+    "compare": "pingpong or af with several settings or by two builds, in turn",
 }
 
 
@@ -38,7 +37,7 @@ def main(argv: list[str]) -> int:
     # A row of a table says the transport; a line of each connection would hide the table.
     asked = {"FSERVER_LOG", "PS_VERBOSE"} & set(os.environ)
     try:
-        with environment({} if asked else {"FSERVER_LOG": "warn"}):
+        with mock.patch.dict(os.environ, {} if asked else {"FSERVER_LOG": "warn"}):
             benchmark = importlib.import_module(f".{options.benchmark}", __name__)
             return int(benchmark.main(options.args))
     except ModuleNotFoundError as error:

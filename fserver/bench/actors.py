@@ -7,12 +7,14 @@ number. On a GPU a server handles no numbers in timed exchanges: that takes long
 """
 
 import ctypes
-import faulthandler
+import dataclasses
 import itertools
+import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -21,13 +23,15 @@ import fserver
 
 from .crew import Case, Factory, Place
 from .errors import WrongDataError
-from .report import figures
+from .report import figures, parts
 
 TIMEOUT_MS = 60_000
 Batch = list[tuple[int, list[torch.Tensor], list[int]]]
 """Requests: handler, tensors and keys of each."""
 
 POISON = 0xA5
+CONTROL = 1 << 63  # the key of a push that says what a server on another host is to do
+REMOTE = ("prepare", "verify", "measure")
 PERIOD = (1 << 20) + 17  # of the pattern: no multiple of a page, a segment or a chunk
 
 
@@ -100,6 +104,10 @@ class Actor:
         self.sequence = 0  # exchanges so far
         self.pattern = Pattern()
 
+    def obey(self, method: str, *args: Any) -> Any:
+        """Does what the parent says."""
+        return getattr(self, method)(*args)
+
     def connect(self, places: Sequence[Place]) -> None:
         """Makes the nodes. All at once: each waits for the whole cluster."""
         self.places, self.sequence = list(places), 0
@@ -127,34 +135,27 @@ class Actor:
         gpu = self.places[0].gpu or 0
         return torch.device("cpu") if case.device == "cpu" else torch.device("cuda", gpu)
 
-    def within(self, limit: float, method: str, *args: Any) -> Any:
-        """Calls a method, and prints where it is if that takes longer than so many seconds."""
-        faulthandler.enable()
-        faulthandler.dump_traceback_later(limit)
-        try:
-            return getattr(self, method)(*args)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-
     def check_numbers(self, numbers: Sequence[Any], i: int) -> None:
         """What came is of exchange i."""
         for got in numbers:
             if got.value != i:
                 raise WrongDataError(f"{self.case}: exchange {i} brought the data of {got.value}")
 
-    def links(self) -> list[str]:
-        """The transports that this process's nodes use."""
-        return sorted({link.transport for node in self.nodes for link in node.links()})
-
-    def members(self, patience: float = 0) -> list[dict[str, Any]]:
-        """The members of the first connection; none if it is not made of several. Waits until each
-        is connected, but not for more seconds than `patience`."""
+    def links(self, patience: float = 5) -> list[str]:
+        """The transports that this process's nodes use, once all members of connections that are
+        made of several are connected, or after so many seconds."""
         end = time.monotonic() + patience
         while True:
-            found = [m._asdict() for m in self.nodes[0].links()[0].members]
-            if time.monotonic() >= end or not any(m["reason"] for m in found):
-                return found
+            links = [link for node in self.nodes for link in node.links()]
+            missing = any(m.reason for link in links for m in link.members)
+            if not missing or time.monotonic() >= end:
+                return sorted({link.transport for link in links})
             time.sleep(0.01)
+
+    def sent(self) -> list[tuple[str, int]]:
+        """The members of the first connection, if it is made of several, with their bytes."""
+        members = self.nodes[0].links()[0].members
+        return [(f"{m.interface} {m.transport}", m.sent) for m in members]
 
 
 class Request:
@@ -177,7 +178,7 @@ class Request:
         self.got = [number(t) for t in answers if numbered] or [self.sent]
         # With no keyword, because a partial call with one takes longer.
         sent = self.push, self.push_keys, self.pull, self.pull_keys, True
-        self.post: Callable[[], int] = partial(node.push_pull, *sent)
+        self.post: Callable[[], Any] = partial(node.push_pull, *sent)
 
 
 class WorkerActor(Actor):
@@ -202,9 +203,8 @@ class WorkerActor(Actor):
                     number(t).value = self.sequence
                 for t in request.pull:
                     t.fill_(POISON)
-            handles = [request.post() for request in requests]
-            for request, handle in zip(requests, handles, strict=True):
-                request.node.wait(handle, TIMEOUT_MS)
+            _wait(requests, _post(requests), TIMEOUT_MS)
+            for request in requests:
                 for k, t in enumerate(request.pull):
                     server, j = divmod(k, len(self.case.back))
                     whose = ("worker", request.rank) if self.case.echoes else ("server", server)
@@ -212,45 +212,51 @@ class WorkerActor(Actor):
                     self.pattern.check(t, own_seed(seed, *whose, j), self.sequence, what)
 
     def measure(self, warmup: int, count: int) -> dict[str, Any]:
-        """Times `count` exchanges, from request to completion."""
-        self.run(warmup)
-        return figures(self.run(count))
+        """Times `count` units of exchanges. Where a unit is all layers and stages of a model, also
+        what it takes, and the parts of a round trip."""
+        self.run(warmup * self.case.unit)
+        if self.case.unit == 1:
+            return figures(self.run(count))
+        samples, steps, traces = list[int](), list[int](), []
+        for _ in range(count):
+            start = time.perf_counter_ns()
+            samples += self.run(self.case.unit)
+            steps.append(time.perf_counter_ns() - start)
+            traces += [self.nodes[0].fetch_trace(handle) for handle in self.handles]
+        return {**figures(samples), "step_ms": median(steps) / 1e6, "parts_us": parts(traces)}
 
     def run(self, count: int) -> list[int]:
         """`count` exchanges, of the stages in turn; gives their times in ns. To write and check the
-        numbers is not in them."""
-        now, samples, self.handles = time.perf_counter_ns, list[int](), list[int]()
+        numbers is not in them. With one worker, nothing but the two calls is. Keeps the handles."""
+        now, samples, self.handles = time.perf_counter_ns, list[int](), list[Any]()
         numbers = range(self.sequence + 1, self.sequence + 1 + count)
         self.sequence += count
-        if len(self.requests[0]) == 1:
-            return self._run_alone(numbers)
-        for i, requests in zip(numbers, itertools.cycle(self.requests), strict=False):
+        calls = [
+            (all_of, partial(_post, all_of), partial(_wait, all_of))
+            if all_of[1:]
+            else (all_of, all_of[0].post, all_of[0].node.wait)
+            for all_of in self.requests
+        ]
+        for i, (requests, post, wait) in zip(numbers, itertools.cycle(calls), strict=False):
             for request in requests:
                 request.sent.value = i
             start = now()
-            handles = [request.post() for request in requests]
-            for request, handle in zip(requests, handles, strict=True):
-                request.node.wait(handle, TIMEOUT_MS)
+            handle = post()
+            wait(handle, TIMEOUT_MS)
             samples.append(now() - start)
+            self.handles.append(handle)
             for request in requests:
                 self.check_numbers(request.got, i)
         return samples
 
-    def _run_alone(self, numbers: range) -> list[int]:
-        """The same for one worker, with nothing but the two calls between the times. Keeps the
-        handles."""
-        now, samples, wait = time.perf_counter_ns, list[int](), self.nodes[0].wait
-        for i, (request,) in zip(numbers, itertools.cycle(self.requests), strict=False):
-            post = request.post
-            request.sent.value = i
-            start = now()
-            handle = post()
-            wait(handle, TIMEOUT_MS)
-            end = now()
-            samples.append(end - start)
-            self.handles.append(handle)
-            self.check_numbers(request.got, i)
-        return samples
+
+def _post(requests: Sequence[Request]) -> list[int]:
+    return [request.post() for request in requests]
+
+
+def _wait(requests: Sequence[Request], handles: Sequence[int], limit_ms: int) -> None:
+    for request, handle in zip(requests, handles, strict=True):
+        request.node.wait(handle, limit_ms)
 
 
 class ServerActor(Actor):
@@ -319,3 +325,34 @@ class ServerActor(Actor):
         for handler, tensors, _ in batch:
             answer = tensors if self.case.echoes else self.answers[stage]
             self.nodes[0].respond(answer, handler, need_event=False)
+
+
+class CommandingWorker(WorkerActor):
+    """A worker whose server is on another host, and is told through fserver itself what to do."""
+
+    def obey(self, method: str, *args: Any) -> Any:
+        if method in REMOTE:
+            order = json.dumps([method, *args], default=dataclasses.asdict).encode()
+            text = torch.frombuffer(bytearray(order), dtype=torch.uint8)
+            self.nodes[0].wait(self.nodes[0].push_pull([text], [CONTROL], [], []), TIMEOUT_MS)
+        return super().obey(method, *args)
+
+
+class ObeyingServer(ServerActor):
+    """The server of a worker on another host."""
+
+    def serve(self) -> None:
+        """Returns when the worker has left."""
+        node = self.nodes[0]
+        while True:
+            try:
+                ((handler, tensors, keys),) = node.get_batch()
+            except fserver.ClosedError:
+                return
+            method, *args = json.loads(bytes(tensors[0].tolist()))
+            if keys != [CONTROL] or method not in REMOTE:
+                raise AssertionError(f"a push of keys {keys}, where a command was to come")
+            node.respond([], handler, need_event=False)
+            if method == "prepare":  # JSON has made lists of its tuples, which do as well
+                args = [Case(**args[0])]
+            self.obey(method, *args)

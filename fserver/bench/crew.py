@@ -6,10 +6,13 @@ The parent measures nothing itself: it is blocked while the others are busy.
 import atexit
 import contextlib
 import dataclasses
+import faulthandler
 import itertools
 import multiprocessing
 import os
 import pkgutil
+import re
+import secrets
 import signal
 import sys
 import time
@@ -17,19 +20,23 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from fserver import Error
+from fserver.run import free_port
 
 from .errors import BenchError, WrongDataError
-from .host import OTHERS, environment, free_port, secret, transport_settings
 
+OTHERS = ("DMLC_", "STEPMESH_")  # variables with roles, ranks and addresses of others
+KEPT = ("DMLC_INTERFACE", "STEPMESH_SPLIT_QP_LAG")  # but these choose what is measured
 START_TIMEOUT = 180.0  # seconds; imports of torch on a busy machine
 SERVE_S = 24 * 3600.0  # for the server of two hosts
 TIMEOUT = 600.0  # seconds; what a benchmark does between two answers
 PARTING_S = 1.0  # for the others to say what they have seen, once one has failed
+APART_S = 0.5  # so that processes do not say at the same time where they hang
 KILL_TIMEOUT = 10.0  # seconds; what the kernel takes to end a process, with all its memory
+GONE = re.compile("EOFError|Pipe|does not answer|by peer")  # another process has failed
 
 
 @dataclass(frozen=True)
@@ -64,12 +71,8 @@ def real_node(place: Place) -> Any:
     return make(**how, node_rank=rank, init_timeout=START_TIMEOUT)
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """Who plays: fserver, or what a test puts in its place. Picklable."""
-
-    worker: Factory = real_node
-    server: Factory = real_node
+MAKE: dict[str, Factory] = {"worker": real_node, "server": real_node}
+"""Who plays: fserver, or what a test puts in its place."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,12 @@ class Case:
     unit: int = 1  # exchanges that are counted as one: a multiple of the stages
     shared: bool = False  # what is pushed is in shared memory
     device: str = "cpu"  # or "gpu", as that of the cluster
+    servers: int = 1  # to which all of it goes, and from which it comes
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """The bytes of one worker, there and home."""
+        return self.servers * sum(self.out), self.servers * sum(self.back)
 
     @property
     def echoes(self) -> bool:
@@ -105,162 +114,165 @@ class Member:
     nodes: int = 1
     args: tuple[Any, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)  # of its environment, and no fork
-    path: Path | None = None  # its sys.path begins with this folder, and no fork
 
 
+@dataclass
 class Peer:
     """One of the processes, seen from the parent."""
 
-    def __init__(self, member: Member, conn: Connection, process: Any):
-        self.name, self.member, self.conn, self.process = member.name, member, conn, process
-
-    @classmethod
-    def spawn(cls, member: Member, nodes: Nodes) -> "Peer":
-        """Starts the process: a fork of one that has torch imported and nothing running, or, where
-        it needs an environment of its own from the start, a new one."""
-        fresh = member.variables or member.path
-        context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
-        if not fresh:
-            context.set_forkserver_preload([f"{__package__}.actors"])
-        conn, theirs = context.Pipe()
-        make = nodes.worker if member.role == "worker" else nodes.server
-        process = context.Process(target=_child, args=(theirs, member, make), daemon=True)
-        path = list(sys.path)
-        try:
-            if member.path:
-                sys.path.insert(0, str(member.path))
-            with environment(member.variables):
-                process.start()
-        except (EOFError, OSError) as error:  # EOFError: the fork server has ended
-            raise BenchError(
-                f"the {member.name} cannot be started: {error!r} (check for a killed process, free "
-                "memory, and the limit of processes, ulimit -u)"
-            ) from None
-        finally:
-            sys.path[:] = path
-        theirs.close()
-        return cls(member, conn, process)
-
-    def tell(self, method: str, *args: Any) -> None:
-        """Starts a method of the peer; `result` waits for it. A peer that is gone says so there."""
-        with contextlib.suppress(OSError):
-            self.conn.send((method, args))
+    member: Member
+    conn: Connection
+    process: Any
 
     def result(self) -> Any:
         """What the method returned; waits for it. Raises BenchError: it failed, or has ended."""
         try:
-            error, value, reason = self.conn.recv()
+            answer = self.conn.recv()
         except (EOFError, ConnectionResetError):
             self.process.join(5)
-            text = f"the {self.name} ended with status {self.process.exitcode}"
-            raise BenchError(text) from None
-        if error:
-            raise error(f"the {self.name} {value}", reason)
-        return value
+            status = self.process.exitcode
+            answer = BenchError(f"the {self.member.name} ended with status {status}")
+        if isinstance(answer, BenchError):
+            raise answer
+        return answer
 
-    def end(self, timeout: float) -> None:
+    def end(self, patience: float) -> None:
         """Waits for the process to end by itself, then ends it. One that is still there is left
         behind, and at its end this process does not wait for it, as it would without limit."""
-        self.process.join(timeout)
+        self.process.join(patience)
         if self.process.is_alive():
             self.process.kill()
             self.process.join(KILL_TIMEOUT)
         if self.process.is_alive():
-            name = f"the {self.name} (pid {self.process.pid})"
+            name = f"the {self.member.name} (pid {self.process.pid})"
             text = f"{name} has not ended {KILL_TIMEOUT:g} s after SIGKILL: the kernel holds it"
             print(f"bench: {text} (/proc/{self.process.pid}/stack shows where)", file=sys.stderr)
             atexit.register(os._exit, 1)
         self.conn.close()
 
 
+def spawn(member: Member) -> Peer:
+    """Starts the process: a fork of one that has torch imported and nothing running, or, where it
+    needs an environment of its own from the start, a new one."""
+    context: Any = multiprocessing.get_context("spawn" if member.variables else "forkserver")
+    if not member.variables:
+        context.set_forkserver_preload([f"{__package__}.actors"])
+    conn, theirs = context.Pipe()
+    args = theirs, member, MAKE[member.role]
+    process = context.Process(target=_child, args=args, daemon=True)
+    try:
+        with mock.patch.dict(os.environ, member.variables):
+            process.start()
+    except (EOFError, OSError) as error:  # EOFError: the fork server has ended
+        raise BenchError(
+            f"the {member.name} cannot be started: {error!r} (check for a killed process, free "
+            "memory, and the limit of processes, ulimit -u)"
+        ) from None
+    theirs.close()
+    return Peer(member, conn, process)
+
+
 class Crew:
     """The processes of a benchmark, and at most one cluster at a time of nodes in them. They end
-    with the first error."""
+    with the first error, and with the block: at once if it failed."""
 
-    def __init__(self, peers: Sequence[Peer]):
-        self.peers = list(peers)
+    def __init__(self, members: Sequence[Member], limit: float = TIMEOUT):
+        """`limit`: seconds that a method may take."""
+        self.limit = limit
         self.gpus = (0, 0)  # of workers and servers, if their tensors are on GPUs
+        self.peers: list[Peer] = []
+        try:
+            for member in members:
+                self.peers.append(spawn(member))
+        except BaseException:
+            self.close(0)
+            raise
 
-    def all(self, method: str, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
-        """Runs the method of that name in all; gives their results in order."""
-        for peer in self.peers:
-            peer.tell(method, *args)
-        return self.results(timeout)
+    def __enter__(self) -> "Crew":
+        self.results(START_TIMEOUT)
+        return self
 
-    def workers(self, method: str, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+    def __exit__(self, error: object, *_: object) -> None:
+        self.close(0 if error else 30)
+
+    def all(self, method: str, *args: Any, limit: float | None = None) -> list[Any]:
+        """Runs the method of that name in all; gives their results in order. A process that takes
+        longer prints where it is."""
+        limit = limit or self.limit
+        for i, peer in enumerate(self.peers):
+            self._tell(peer, method, limit + i * APART_S, args)
+        return self.results(limit + 2)
+
+    def workers(self, method: str, *args: Any, limit: float | None = None) -> list[Any]:
         """The same; only the results of processes that hold workers."""
-        results = zip(self.peers, self.all(method, *args, timeout=timeout), strict=True)
-        return [result for peer, result in results if peer.member.role == "worker"]
-
-    def one(self, name: str, method: str, *args: Any) -> Any:
-        """Runs a method in one process alone."""
-        [peer] = [peer for peer in self.peers if peer.name == name]
-        peer.tell(method, *args)
-        return self.results(TIMEOUT, [peer])[0]
+        found = zip(self.peers, self.all(method, *args, limit=limit), strict=True)
+        return [result for peer, result in found if peer.member.role == "worker"]
 
     def transport(self) -> str:
         """What the first process that holds workers uses; "a+b" if that is several."""
         return "+".join(self.workers("links")[0])
 
-    def results(self, limit: float = START_TIMEOUT, of: Sequence[Peer] | None = None) -> list[Any]:
-        """Waits for all (of these): that they have started, or what a method returned.
+    def results(self, limit: float) -> list[Any]:
+        """Waits for all: that they have started, or what a method returned.
 
         Raises:
             BenchError: one failed or took too long. The others have PARTING_S to say what they
-                have seen, as the first may only have waited for another. Wrong data goes first.
+                have seen, as the first may only have waited for another. Wrong data goes first,
+                and the loss of another process last.
         """
-        asked = self.peers if of is None else of
-        waiting = {peer.conn: peer for peer in asked}
+        waiting = {peer.conn: peer for peer in self.peers}
         found: dict[str, Any] = {}
         errors: list[BenchError] = []
         end = time.monotonic() + limit
         while waiting and (ready := wait(list(waiting), max(0.0, end - time.monotonic()))):
             for peer in [waiting.pop(conn) for conn in list(waiting) if conn in ready]:
                 try:
-                    found[peer.name] = peer.result()
+                    found[peer.member.name] = peer.result()
                 except BenchError as error:
                     errors.append(error)
                     end = min(end, time.monotonic() + PARTING_S)
         if waiting and not errors:
-            names = " and ".join(peer.name for peer in waiting.values())
+            names = " and ".join(peer.member.name for peer in waiting.values())
             errors = [BenchError(f"no answer from {names} within {limit:g} s")]
         if errors:
             self.close(0)
-            told = [error for error in errors if isinstance(error, WrongDataError)] or errors
-            raise type(told[0])("\n".join(map(str, told)), told[0].reason)
-        return [found[peer.name] for peer in asked]
+            errors.sort(
+                key=lambda e: (not isinstance(e, WrongDataError), bool(GONE.search(e.reason)))
+            )
+            raise type(errors[0])("\n".join(map(str, errors)), errors[0].reason)
+        return [found[peer.member.name] for peer in self.peers]
 
     def close(self, patience: float = 2) -> None:
         """Ends the processes, which have so many seconds each to do it themselves."""
         peers, self.peers = self.peers, []
         for peer in peers if patience else ():
-            peer.tell("end")
+            self._tell(peer)
         for peer in peers:
             peer.end(patience)
+
+    @staticmethod
+    def _tell(peer: Peer, *order: Any) -> None:
+        """Gives an order, or, if it is empty, the end. A peer that is gone says so in `result`."""
+        with contextlib.suppress(OSError):
+            peer.conn.send(order)
 
     @contextlib.contextmanager
     def cluster(
         self,
         transport: str,
-        counts: Mapping[str, int] | None = None,
         host: str | None = None,
         scheduler: str | None = None,
         device: str = "cpu",
-        by_role: Mapping[str, Mapping[str, str]] | None = None,
     ) -> Iterator[None]:
         """Makes nodes in the processes, connects them, and lets them leave together.
 
         Args:
-            counts: nodes of a process, by its name (default: what its member says).
             host: address of this host for all of them (default 127.0.0.1).
             scheduler: "host:port", if the counterpart of the one process is on another host.
             device: "gpu": tensors of workers are on the first, those of servers on the last GPU.
-            by_role: more settings of workers and of servers.
         """
-        sizes = {p.name: (counts or {}).get(p.name, p.member.nodes) for p in self.peers}
-        total = {"worker": 0, "server": 0}
-        for peer in self.peers:
-            total[peer.member.role] += sizes[peer.name]
+        members = [peer.member for peer in self.peers]
+        total = {r: sum(m.nodes for m in members if m.role == r) for r in ("worker", "server")}
         if scheduler:
             total = {"worker": 1, "server": 1}
         if device == "gpu":
@@ -274,111 +286,99 @@ class Crew:
             for peer in self.peers:
                 role = peer.member.role
                 gpu = self.gpus[role == "server"] if device == "gpu" else None
-                own = {**settings, **(by_role or {}).get(role, {})}
-                where = total["worker"], total["server"], address, own, host, gpu
-                mine = itertools.islice(ranks[role], sizes[peer.name])
-                peer.tell("connect", [Place(role, rank, *where) for rank in mine])
-            self.results()
+                where = total["worker"], total["server"], address, settings, host, gpu
+                mine = itertools.islice(ranks[role], peer.member.nodes)
+                places = [Place(role, rank, *where) for rank in mine]
+                self._tell(peer, "connect", START_TIMEOUT, (places,))
+            self.results(START_TIMEOUT)
             yield
             self.all("leave")
 
 
-def spawned(members: Sequence[Member], nodes: Nodes) -> list[Peer]:
-    """Starts the processes. If one cannot be started, the others end."""
-    crew = Crew([])
-    try:
-        for member in members:
-            crew.peers.append(Peer.spawn(member, nodes))
-    except BaseException:
-        crew.close(0)
-        raise
-    return crew.peers
+def transport_settings(transport: str) -> dict[str, str]:
+    """The settings that choose a transport: all that a benchmark knows about the choice."""
+    return {"FSERVER_TRANSPORT": transport, "BYTEPS_ENABLE_IPC": "0" if transport == "tcp" else "1"}
+
+
+def secret() -> dict[str, str]:
+    """A secret for a cluster of this host alone, unless there is one in the environment."""
+    if {"FSERVER_SECRET", "FSERVER_SECRET_FILE"} & set(os.environ):
+        return {}
+    return {"FSERVER_SECRET": secrets.token_hex(16)}
 
 
 @contextlib.contextmanager
-def start(members: Sequence[Member], nodes: Nodes) -> Iterator[Crew]:
-    """Starts the processes, and ends them with the block: at once if it failed."""
-    crew, patience = Crew(spawned(members, nodes)), 0.0
-    try:
-        crew.results()
-        yield crew
-        patience = 30.0
-    finally:
-        crew.close(patience)
-
-
-@contextlib.contextmanager
-def connected(
-    members: Sequence[Member], nodes: Nodes, transport: str, **how: Any
-) -> Iterator[Crew]:
+def connected(members: Sequence[Member], transport: str, **how: Any) -> Iterator[Crew]:
     """Starts the processes, with a cluster of nodes in them; `how` is of Crew.cluster."""
-    with start(members, nodes) as crew, crew.cluster(transport, **how):
+    with Crew(members) as crew, crew.cluster(transport, **how):
         yield crew
-
-
-def pair_of(
-    cores: tuple[int, int] | None,
-    worker: str | type = "actors.WorkerActor",
-    server: str | type = "actors.ServerActor",
-    **more: Any,
-) -> list[Member]:
-    """The members of a pair; `more` is of both."""
-    ours, theirs = cores or (None, None)
-    return [
-        Member("worker", worker, "worker", ours, **more),
-        Member("server", server, "server", theirs, **more),
-    ]
 
 
 def members(
-    cores: tuple[int, int], role: str | None, worker: str | type = "remote.CommandingWorker"
+    cores: tuple[int, int] | None,
+    role: str | None = None,
+    worker: str | type = "actors.WorkerActor",
+    server: str | type = "actors.ServerActor",
+    counts: tuple[int, int] = (1, 1),
+    groups: int = 1,
+    **more: Any,
 ) -> list[Member]:
-    """The processes of this host: a pair, or the one of this role."""
-    if not role:
-        return pair_of(cores)
-    is_server = role == "server"
-    return [Member(role, "remote.ObeyingServer" if is_server else worker, role, cores[is_server])]
+    """The processes of workers, with so many nodes each, and of servers; or the one of this role,
+    if the other is on another host. `more` is of all."""
+    if role:
+        worker, server = "actors.CommandingWorker", "actors.ObeyingServer"
+    kinds = (("worker", worker, groups), ("server", server, 1))
+    return [
+        Member(kind if count == 1 else f"{kind} {i}", actor, kind, core, nodes, **more)
+        for (kind, actor, nodes), core, count in zip(
+            kinds, cores or (None, None), counts, strict=True
+        )
+        for i in range(count)
+        if role in (None, kind)
+    ]
 
 
 def serve(connected: contextlib.AbstractContextManager[Crew], scheduler: str) -> None:
     """Does what the worker of the other host says, until it has left."""
     print(f"bench: waiting for the worker at {scheduler}", file=sys.stderr)
     with connected as crew:
-        crew.all("serve", timeout=SERVE_S)
+        crew.all("serve", limit=SERVE_S)
 
 
 def _child(conn: Connection, member: Member, make: Factory) -> None:
-    """Life of one process: pinned before any library starts a thread, then orders until "end".
+    """Life of one process: pinned before any library starts a thread, then orders until the end.
 
-    An answer is a class of error, or None, and what it is about: the text and the reason, or what
-    the method returned. After an error the process ends with status 1.
+    It sends None when it has started, then what each method returned, or a BenchError, after which
+    it ends with status 1.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     if member.core is not None:
         os.sched_setaffinity(0, {member.core})
     for variable in [name for name in os.environ if name.startswith(OTHERS)]:
-        del os.environ[variable]
+        if variable not in KEPT:
+            del os.environ[variable]
     os.environ["STEPMESH_BACKEND"] = "CPU"  # but for those with a Place on a GPU
-    made: Any = member.actor
-    actor = None
-    answer: tuple[type[BenchError], str, str | None]
+    faulthandler.enable()
+    made, actor, answer = member.actor, None, None
     try:
         if isinstance(made, str):
             made = pkgutil.resolve_name(f"{__package__}.{made.replace('.', ':')}")
         actor = made(make, *member.args)
-        conn.send((None, None, None))
         while True:
-            method, args = conn.recv()
-            if method == "end":
+            conn.send(answer)
+            if not (order := conn.recv()):
                 return
-            conn.send((None, getattr(actor, method)(*args), None))
+            method, limit, args = order
+            faulthandler.dump_traceback_later(limit)
+            answer = actor.obey(method, *args)
+            faulthandler.cancel_dump_traceback_later()
     except WrongDataError as error:
-        answer = WrongDataError, f"received wrong data: {error}", None
-    except ModuleNotFoundError as error:
-        answer = BenchError, f"failed: {error} (install it)", str(error)
+        answer = WrongDataError(f"the {member.name} received wrong data: {error}")
     except BaseException as error:
-        text = str(error) if isinstance(error, Error) else f"\n{traceback.format_exc()}"
-        answer = BenchError, f"failed: {text}", str(error)
+        ours = isinstance(error, (Error, BenchError, ModuleNotFoundError))
+        text = str(error) if ours else f"\n{traceback.format_exc()}"
+        reason = str(error) if ours else f"{type(error).__name__}: {error}"
+        answer = BenchError(f"the {member.name} failed: {text}", reason)
     with contextlib.suppress(OSError):
         conn.send(answer)
     if actor is not None:

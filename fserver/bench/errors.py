@@ -6,12 +6,8 @@ class BenchError(RuntimeError):
 
     def __init__(self, text: str, reason: str | None = None):
         super().__init__(text)
-        self.reason = reason or text
+        self.reason = (reason or text).strip().partition("\n")[0][:300]
 
 
 class WrongDataError(BenchError):
     """The received data differs from the sent data. The text says where they differ first."""
-
-
-class GaveUpError(BenchError):
-    """One of the compared libraries has failed. The comparison of the others goes on."""

@@ -15,32 +15,23 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from fserver.run import free_port
 from fserver.run.gpus import seen
 
 from . import options as opts
-from . import report
 from .baseline import compiled
+from .crew import OTHERS, secret, transport_settings
 from .errors import BenchError
-from .host import NO_ADDRESS, OTHERS, free_port, own_address, secret, transport_settings
 from .run import Run
 
 OPS = ("push", "pull", "push_pull")
+PLACES = ("local", "joint")
 MEMORY = ("cpu", "cpu:gpu", "gpu:cpu", "gpu")
 ROUND_BYTES = 64 << 20  # of a round, if --iters is not given
 TIMEOUT = 600.0  # seconds; one line of the table
 LINE = re.compile(r"(worker \d+.*): \w+: Application goodput: ([\d.]+) Gbps, ([\d.]+) messages/s")
-COLUMNS = (
-    report.Column("place", -6, "place"),
-    report.Column("memory", -7, "memory"),
-    report.TRANSPORT,
-    report.OP,
-    report.Column("keys", 6, "keys"),
-    report.Column("bytes", 8, "bytes", report.show_size),
-    report.number("Gbps", 9, "goodput_gbps", 3),
-    report.number("min", 9, "goodput_min", 3),
-    report.number("max", 9, "goodput_max", 3),
-    report.number("messages/s", 11, "messages", 0),
-)
+COLUMNS = ("place", "memory", "transport", "op", "keys", "bytes")
+GOODPUT = ("goodput_gbps", "goodput_min", "goodput_max", "messages")
 PARSER = opts.parser(
     "kv",
     "Measures pushes and pulls of keys and values between C++ programs that use ps/ps.h, as "
@@ -48,11 +39,16 @@ PARSER = opts.parser(
     "second: the median over the rounds, the slowest and the fastest round; workers are summed up. "
     "For two hosts, run the command on both, with the same options. Each line of the table uses "
     "the next port. docs/benchmarks.md says more.",
-    ("--places", opts.some_of(opts.PLACES), "local,joint", f"places, of {', '.join(opts.PLACES)}"),
-    ("--memory", opts.some_of(MEMORY), "cpu", f"of workers:servers, of {', '.join(MEMORY)}"),
-    ("--ops", opts.some_of(OPS), ",".join(OPS), f"operations, of {', '.join(OPS)}"),
-    ("--transport", opts.names, "tcp,cma", "transports: tcp, cma (inside a host), verbs, or auto"),
-    ("--sizes", opts.sizes, "4K,64K,1M", "bytes of a key"),
+    ("--places", opts.some_of(*PLACES), "local,joint", f"places, of {', '.join(PLACES)}"),
+    ("--memory", opts.some_of(*MEMORY), "cpu", f"of workers:servers, of {', '.join(MEMORY)}"),
+    ("--ops", opts.some_of(*OPS), ",".join(OPS), f"operations, of {', '.join(OPS)}"),
+    (
+        "--transport",
+        opts.listed(str),
+        "tcp,cma",
+        "transports: tcp, cma (inside a host), verbs, auto",
+    ),
+    ("--sizes", opts.listed(opts.size), "4K,64K,1M", "bytes of a key"),
     ("--keys", opts.positive, 40, "keys at each server"),
     ("--workers", opts.positive, 1, "number of workers"),
     ("--servers", opts.positive, 1, "number of servers"),
@@ -80,7 +76,7 @@ def main(argv: list[str]) -> int:
         PARSER.error("--places joint: want the same number of --workers and --servers")
     lists = options.places, options.memory, options.transport, options.ops, options.sizes
     planned = [Case(*each) for each in itertools.product(*lists)]
-    with Run("kv", options, columns=COLUMNS, steps=len(planned)) as run:
+    with Run("kv", options, (*COLUMNS, *GOODPUT), len(planned)) as run:
         rows = (_row(run, at, case) for at, case in enumerate(planned))
         if options.role == "server":
             list(rows)
@@ -94,46 +90,38 @@ def _row(run: Run, at: int, case: Case) -> dict[str, Any]:
     options = run.options
     count = ROUND_BYTES // (case.bytes * options.keys * options.servers)
     iters = options.iters or min(max(count, 10), 1000)
-    reason = _unable(case, options)
+    reason = None
+    if options.role and case.transport in ("cma", "cudaipc"):
+        reason = "it stays inside a host"
+    if "gpu" in case.memory and not seen(os.environ):
+        reason = "this host has no GPU that can be used (run `fserver doctor` for the reason)"
     log = "" if reason else _logged(run, case, iters, at)
     run.step()
     row = {**case._asdict(), "keys": options.keys, "iters": iters, "skipped": reason}
     return {**row, **figures(log)}
 
 
-def _unable(case: Case, options: argparse.Namespace) -> str | None:
-    """Why a case cannot be measured here."""
-    if options.role and case.transport in ("cma", "cudaipc"):
-        return "it stays inside a host"
-    if case.place == "remote" and not options.role:
-        if case.transport != "tcp":
-            return "on one host, a remote place takes tcp"
-        if not own_address():
-            return NO_ADDRESS
-    if "gpu" in case.memory and not seen(os.environ):
-        return "this host has no GPU that can be used (run `fserver doctor` for the reason)"
-    return None
-
-
 def _logged(run: Run, case: Case, iters: int, at: int) -> str:
     """Runs the processes of line `at`; returns what they have printed. Raises BenchError."""
-    options, processes = run.options, dict[str, "subprocess.Popen[bytes]"]()
-    command = [str(compiled("bench_kv.cc")), str(case.bytes), str(options.rounds * iters), case.op]
+    options, cores = run.options, run.cores
+    program = compiled("bench_kv.cc")
+    command = [str(program), str(case.bytes), str(options.rounds * iters), case.op]
     worker, _, server = case.memory.partition(":")
     memory = {"worker": worker, "server": server or worker, "joint": case.memory}
-    cores = run.cores
-    pinned = {"worker": cores[:1], "server": cores[1:], "joint": cores}
+    pinned: dict[str, tuple[int, ...]] = {"worker": cores[:1], "server": cores[1:]}
     with contextlib.ExitStack() as stack:
         common = _environment(stack, options, case, iters, at)
         log = stack.enter_context(tempfile.TemporaryFile("a+"))
+        processes: dict[str, subprocess.Popen[bytes]] = {}
         for role, rank in members(options, case.place):
             env = {**common, "DMLC_ROLE": role, "DMLC_NODE_RANK": str(rank)}
             if "gpu" in memory.get(role, ""):
                 gpu = seen(os.environ) - 1 if role == "server" else 0
                 env |= {"STEPMESH_BACKEND": "GPU", "STEPMESH_GPU": str(gpu)}
-            core = ",".join(map(str, pinned.get(role, ())))
-            taskset = ["taskset", "-c", core] if core else []
-            made = subprocess.Popen([*taskset, *command], env=env, stdout=log, stderr=log)
+            core = ",".join(map(str, pinned.get(role, cores)))
+            made = subprocess.Popen(
+                ["taskset", "-c", core, *command], env=env, stdout=log, stderr=log
+            )
             processes[f"{role} {rank}"] = stack.enter_context(made)
             stack.callback(made.kill)
         status = _statuses(processes)
@@ -170,7 +158,7 @@ def _environment(
     stack: contextlib.ExitStack, options: argparse.Namespace, case: Case, iters: int, at: int
 ) -> dict[str, str]:
     """What all processes have in common. Their port is taken until the stack ends."""
-    host = own_address() if case.place == "remote" and not options.role else options.host
+    host = options.host
     where = options.scheduler or stack.enter_context(free_port(host or "127.0.0.1"))
     address, _, port = where.rpartition(":")
     own = (*OTHERS, "TEST_NUM_GPU_", "TOTAL_DURATION")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .team import WAIT, SideActor
+from .team import WAIT, Side
 
 BIG = 64 << 20  # bytes of a large message
 # None needs NVLink multicast, which is not to be used where a host's GPUs are shared.
@@ -51,7 +51,7 @@ class SendRecv:
     all sides do the calls of a direction in the same order. A pair with one stage has at most one
     message on the way: one communicator and plain calls do."""
 
-    def __init__(self, side: SideActor, room: int, stages: int):
+    def __init__(self, side: Side, room: int, stages: int):
         self.memory, self.later = _zeros(side, room), side.device.type == "cpu"
         self.plain = side.count == 2 and stages == 1
         self.groups: list[Any] = [None, None if self.plain else dist.new_group()]
@@ -88,7 +88,7 @@ class Symmetric:
     the next message of a stage after it received this one's answer, and a server answers what it
     received."""
 
-    def __init__(self, side: SideActor, room: int, stages: int):
+    def __init__(self, side: Side, room: int, stages: int):
         self.memory, self.handle = _symmetric(side, room)
 
     def open(self, stage: int, sends: Ends, recvs: Ends) -> tuple[Call, Call]:
@@ -115,7 +115,7 @@ class Nvshmem:
     which a replayed graph meets too if the last value of a replay is not the first of the next: a
     graph has two messages of each stage or more. The ways of a stage go on counting."""
 
-    def __init__(self, side: SideActor, room: int, stages: int):
+    def __init__(self, side: Side, room: int, stages: int):
         self.memory, handle = _symmetric(side, room)
         shape, self.index = (stages, side.count), side.index
         self.signals = handle.get_signal_pad(side.index, shape, dtype=torch.int64).zero_()
@@ -142,7 +142,7 @@ class Nixl:
     """Of a pair with one stage: a notification does not say what it is of. The agents write into
     each other's memory, registered once; without NIXL's own thread, which makes it slower."""
 
-    def __init__(self, side: SideActor, room: int, stages: int):
+    def __init__(self, side: Side, room: int, stages: int):
         package = next(name for name in NIXL if importlib.util.find_spec(name))
         api = importlib.import_module(f"{package}._api")
         config = api.nixl_agent_config(enable_prog_thread=False)
@@ -188,7 +188,7 @@ def missing(way: str) -> str | None:
     return None
 
 
-def join(way: str, side: SideActor, room: int, stages: int = 1) -> Any:
+def join(way: str, side: Side, room: int, stages: int = 1) -> Any:
     """Makes this process one of several for a library, with so many bytes of `memory`, in which a
     tensor has the same place at the side that writes it and at the side that receives it. `open`
     returns send and recv of a stage; all sides open the same ones in the same order."""
@@ -201,22 +201,7 @@ def join(way: str, side: SideActor, room: int, stages: int = 1) -> Any:
     return library
 
 
-def pair(way: str, side: SideActor, room: int) -> Callable[[int, int], Way]:
-    """Joins as one of two. Returns what opens the way for so many bytes out of this side, and into
-    it; `room` is the most bytes of either."""
-    room = -(-room // 256) * 256
-    mine, peer = side.index, 1 - side.index
-    library = join(way, side, 2 * room)
-
-    def make(out: int, into: int) -> Way:
-        source = library.memory[mine * room :][:out]
-        landing = library.memory[peer * room :][:into]
-        return Way(source, landing, *library.open(0, [(peer, source)], [(peer, landing)]))
-
-    return make
-
-
-def _group(way: str, side: SideActor) -> None:
+def _group(way: str, side: Side) -> None:
     if way == "nvshmem":
         import torch.distributed._symmetric_memory as symm
 
@@ -228,11 +213,11 @@ def _group(way: str, side: SideActor) -> None:
     dist.barrier()
 
 
-def _zeros(side: SideActor, count: int) -> torch.Tensor:
+def _zeros(side: Side, count: int) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.uint8, device=side.device)
 
 
-def _symmetric(side: SideActor, count: int) -> tuple[torch.Tensor, Any]:
+def _symmetric(side: Side, count: int) -> tuple[torch.Tensor, Any]:
     """Returns zeros in symmetric memory, and what torch knows of them in all processes."""
     import torch.distributed._symmetric_memory as symm
 

@@ -1,6 +1,7 @@
 """The options that all benchmarks share, and their types."""
 
 import argparse
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +18,8 @@ CHECKED = (
     "The number in every answer is checked. Between rounds, all bytes of an exchange are compared, "
     "in memory that held other values before."
 )
-PLACES = ("local", "remote", "joint")
 
+Type = Callable[[str], Any]
 Option = tuple[str, Callable[[str], Any] | tuple[str, ...], Any, str]
 """A flag, its type or the words that it allows, its default (None: nothing is shown) and its help.
 A type that is `bool` makes a switch."""
@@ -43,28 +44,21 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(flag, default=default, help=text, **how)
 
 
-def parser(name: str, text: str, *options: Option, rounds: int | None = None) -> Parser:
+def parser(name: str, text: str, *options: Option, rounds: int = 0, seconds: float = 0) -> Parser:
     """The parser of a benchmark, with this description, these options and those that all have.
-    `rounds` is the default of --rounds. None: nothing takes turns with a raw baseline."""
+    `rounds` and `seconds` are the defaults of these options. 0: nothing takes turns."""
     made = Parser(prog=f"fserver bench {name}", description=text)
     made.option("--json", output, None, "also write the results to this file, as JSON")
     core = "A,B: run the workers on core A and the servers on core B (default: the first two)"
-    made.option("--cores", _cores, None, core)
-    if rounds is not None:
+    made.option("--cores", cores, None, core)
+    if rounds:
         made.option("--rounds", positive, rounds, "number of rounds")
+        made.option("--seconds", above_zero, seconds, "approximate length of a round of each way")
         made.option("--iters", positive, None, "exchanges in a round, instead of --seconds")
         made.option("--no-baseline", bool, False, "no raw baseline, which needs a C compiler")
     for option in options:
         made.option(*option)
     return made
-
-
-def seconds_of(default: float | None, text: str = "approximate length of a round") -> Option:
-    return "--seconds", seconds, default, text
-
-
-def transport_of(default: str) -> Option:
-    return "--transport", str, default, f"the transport: {TRANSPORTS}"
 
 
 def check_hosts(made: Parser, options: argparse.Namespace) -> None:
@@ -75,78 +69,54 @@ def check_hosts(made: Parser, options: argparse.Namespace) -> None:
         made.error(f"--scheduler {options.scheduler}: want HOST:PORT")
 
 
-def output(text: str) -> str:
-    """The name of a file that can be written; creates it."""
-    try:
-        with open(text, "a"):
-            return text
-    except OSError as error:
-        why = f"{text!r}: {error.strerror}: want a file that can be written"
-        raise argparse.ArgumentTypeError(why) from None
+def wanted(parse: Callable[[str], Any], fits: Callable[[Any], bool], want: str) -> Type:
+    """The type of an option that `parse` reads. What does not fit is refused: `want` says why."""
+
+    def of(text: str) -> Any:
+        try:
+            reason = ""
+            if fits(value := parse(text)):
+                return value
+        except ValueError:
+            pass
+        except OSError as error:
+            reason = f"{error.strerror}: "
+        raise argparse.ArgumentTypeError(f"{text!r}: {reason}want {want}")
+
+    return of
 
 
-def positive(text: str) -> int:
-    """A whole number, 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: want a whole number, 1 or more")
-    return int(text)
+def listed(kind: Type) -> Type:
+    """The type of an option that is a list."""
+    return lambda text: [kind(part) for part in text.split(",")]
 
 
-def seconds(text: str, unit: str = "seconds") -> float:
-    """A number, more than 0."""
-    if not re.fullmatch(r"\d*\.?\d+", text) or float(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: want {unit}, more than 0")
-    return float(text)
-
-
-def milliseconds(text: str) -> float:
-    return seconds(text, "milliseconds")
-
-
-def size(text: str) -> int:
-    """A number of bytes, as in "64", "4K" or "1MiB". The number in a message has 8 bytes."""
-    match = re.fullmatch(r"(\d+)([KMG]?)(iB|B)?", text.strip(), re.IGNORECASE)
-    count = int(match[1]) * report.UNITS[match[2].upper()] if match else 0
-    if count < 8:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: want 8 bytes or more, with K, M or G for powers of 1,024"
-        )
-    return count
-
-
-def sizes(text: str) -> list[int]:
-    return [size(part) for part in text.split(",")]
-
-
-def exchanges(text: str) -> list[tuple[int, int]]:
-    """A list of bytes in both directions, each given as OUT:BACK or as one size."""
-    parts = [part.split(":", 1) for part in text.split(",")]
-    return [(size(part[0]), size(part[-1])) for part in parts]
-
-
-def numbers(text: str) -> list[int]:
-    """A sorted list of whole numbers, 1 or more."""
-    return sorted({positive(part) for part in text.split(",")})
-
-
-def names(text: str) -> list[str]:
-    return text.split(",")
-
-
-def some_of(allowed: tuple[str, ...]) -> Callable[[str], list[str]]:
+def some_of(*allowed: str) -> Type:
     """The type of an option that is a list of these words."""
-
-    def words(text: str) -> list[str]:
-        for word in text.split(","):
-            if word not in allowed:
-                raise argparse.ArgumentTypeError(f"{word!r}: want some of {', '.join(allowed)}")
-        return text.split(",")
-
-    return words
+    return listed(wanted(str, allowed.__contains__, f"some of {', '.join(allowed)}"))
 
 
-def _cores(text: str) -> tuple[int, int]:
-    found = [int(core) for core in re.findall(r"\d+", text)]
-    if len(found) != 2:
-        raise argparse.ArgumentTypeError(f"{text!r}: want two core numbers, A,B")
-    return found[0], found[1]
+def _bytes(text: str) -> int:
+    """A number of bytes, as in "64", "4K" or "1MiB"."""
+    match = re.fullmatch(r"(\d+)([KMG]?)(iB|B)?", text.strip(), re.IGNORECASE)
+    return int(match[1]) * report.UNITS[match[2].upper()] if match else 0
+
+
+def _created(text: str) -> str:
+    open(text, "a").close()
+    return text
+
+
+# The number in a message has 8 bytes.
+LEAST = "8 bytes or more, with K, M or G for powers of 1,024"
+size = wanted(_bytes, lambda count: count >= 8, LEAST)
+positive = wanted(int, lambda number: number >= 1, "a whole number, 1 or more")
+above_zero = wanted(float, lambda number: 0 < number < math.inf, "a number, more than 0")
+output = wanted(_created, bool, "a file that can be written")
+cores = wanted(lambda text: tuple(map(int, text.split(","))), lambda c: len(c) == 2, "A,B")
+
+
+def exchange(text: str) -> tuple[int, int]:
+    """Bytes in both directions, given as OUT:BACK or as one size."""
+    out, colon, back = text.partition(":")
+    return size(out), size(back if colon else out)

@@ -4,76 +4,79 @@ import argparse
 import contextlib
 import functools
 import itertools
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from . import against, report
 from . import options as opts
-from .baseline import Baseline, baseline_of, compiled, program
-from .crew import Case, Crew, Nodes, connected, members, serve
-from .errors import BenchError
-from .host import NO_ADDRESS, own_address, transport_settings
-from .run import SMALL, Run, need_gpu
-from .turns import CrewPlayer, Way
+from . import report
+from .baseline import SMALL, Baseline, compiled, program
+from .crew import Case, Crew, connected, members, serve, transport_settings
+from .run import CrewPlayer, Run, Way, need_gpu
 
 OPS = ("push", "pull", "push_pull")
-PLACES = ("local", "remote")
 SIZES = "64,4K,64K,1M,16M,64M"
 LIBRARIES = (*opts.ON_GPUS, *opts.ON_CPU)
+BUDGET_US = 273.0  # of a round trip: 61 layers x 3 stages at 20 tokens/s
+TRACES = 4096  # push_pulls whose stamps a worker remembers
+OF_MODEL = ("of_budget", "tokens_per_s", "step_ms")
 BESIDE = (*LIBRARIES, "shm", "c++", "none")
-COLUMNS = (
-    report.Column("place", -6, "place"),
-    report.Column("device", -6, "device"),
-    *report.COLUMNS,
-)
 PARSER = opts.parser(
     "pingpong",
     "Measures push_pull and wait between a worker and a server: two processes, each on a core of "
     "its own. The transports take turns, and so do two processes in C that move the same bytes on "
     "the same cores (the columns raw). The figures are medians over the rounds. GB/s counts the "
     f"bytes of both directions. The ratio is p50 divided by raw p50. {opts.CHECKED} "
-    "docs/benchmarks.md describes the places, what is beside fserver, and two hosts.",
-    ("--transport", opts.names, "auto", f"the transports: {opts.TRANSPORTS}"),
-    ("--places", opts.some_of(PLACES), "local", f"some of {', '.join(PLACES)}"),
-    ("--device", opts.some_of(("cpu", "gpu")), "cpu", "where the tensors are: cpu, gpu, or both"),
-    ("--sizes", opts.exchanges, SIZES, "sizes in bytes, for both directions or as OUT:BACK"),
+    "docs/benchmarks.md describes groups, what is beside fserver, and two hosts.",
+    ("--transport", opts.listed(str), "auto", f"the transports: {opts.TRANSPORTS}"),
+    ("--device", opts.some_of("cpu", "gpu"), "cpu", "where the tensors are: cpu, gpu, or both"),
+    ("--groups", opts.listed(opts.positive), "1", "numbers of worker groups of a process"),
+    ("--workers", opts.positive, 1, "number of processes with workers, which share a core"),
+    ("--servers", opts.positive, 1, "number of servers, which share a core"),
+    ("--layers", opts.positive, 1, "layers of a model, in each of which all stages are exchanged"),
+    ("--stages", opts.positive, 1, "number of stages (micro-batches) with tensors of their own"),
+    ("--sizes", opts.listed(opts.exchange), SIZES, "bytes in both directions, or OUT:BACK"),
     ("--tensors", opts.positive, 1, "tensors of that size in each push and in each answer"),
-    ("--ops", opts.some_of(OPS), ",".join(OPS), "operations to measure"),
+    ("--ops", opts.some_of(*OPS), ",".join(OPS), "operations to measure"),
     ("--shared", bool, False, "measure each transport also with pushes of shared tensors"),
-    ("--beside", opts.some_of(BESIDE), None, f"in place local, some of {', '.join(BESIDE)}"),
-    ("--against", against.checkout, None, "compare with another checkout; status 1 if slower"),
-    opts.seconds_of(0.2, "approximate length of a round of each way"),
+    ("--beside", opts.some_of(*BESIDE), None, f"beside fserver, some of {', '.join(BESIDE)}"),
     *opts.TWO_HOSTS,
     rounds=7,
+    seconds=0.2,
 )
 
 
-def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutable)
+def main(argv: list[str]) -> int:
     """Runs the benchmark; returns the exit status."""
     options = _options(argv)
-    apart = list(itertools.product(options.places, options.device))
+    several = {"device": options.device, "groups": options.groups}
+    columns = [*(name for name, values in several.items() if values[1:]), *report.MEASURED]
+    columns += report.RAW
+    columns += OF_MODEL if options.layers > 1 else ()
+    apart = list(itertools.product(*several.values()))
     steps = len(apart) * len(options.sizes) * len(options.ops) * options.rounds
-    columns: Sequence[report.Column] = COLUMNS if len(apart) > 1 else report.COLUMNS
-    if options.against:
-        columns, steps = against.COLUMNS, steps * len(options.transport)
-    with Run("pingpong", options, nodes, columns, steps) as run:
+    with Run("pingpong", options, columns, steps) as run:
+        rows = (row for device, groups in apart for row in _rows(run, device, groups))
         if options.role == "server":
-            serve(_pair(run, "remote", options.transport[0], "cpu", None), options.scheduler)
-            return 0
-        run.table(row for place, device in apart for row in _rows(run, place, device))
-    return against.judge(options, run.rows) if options.against else 0
+            serve(_pair(run, options.transport[0], "cpu", 1), options.scheduler)
+        else:
+            run.table(rows)
+            for key, (text, _) in report.PARTS.items() if options.layers > 1 else ():
+                print(f"{text:<50}", *(f"{row['parts_us'][key]:>9.1f} µs" for row in run.rows))
+    return 0
 
 
-def cases(
-    sizes: Sequence[tuple[int, int]], ops: Sequence[str], device: str = "cpu", tensors: int = 1
-) -> list[Case]:
+def cases(options: argparse.Namespace, device: str = "cpu") -> list[Case]:
     """Each size, there and home, with every op, each under keys of its own. A push and an answer
     have as many tensors of that size as `tensors` says."""
-    found = []
-    for at, ((out, back), op) in enumerate(itertools.product(sizes, ops)):
-        there = (SMALL if op == "pull" else out,) * tensors
-        home = () if op == "push" else (back,) * tensors
-        found.append(Case(op, there, home, at * tensors, device=device))
+    found, key = list[Case](), 0
+    unit = options.layers * options.stages
+    more = {"stages": options.stages, "unit": unit, "servers": options.servers, "device": device}
+    for (out, back), op in itertools.product(options.sizes, options.ops):
+        there = (SMALL if op == "pull" else out,) * options.tensors
+        home = () if op == "push" else (back,) * options.tensors
+        found.append(Case(op, there, home, key, **more))
+        key += options.tensors * options.stages
     return found
 
 
@@ -81,77 +84,84 @@ def _options(argv: list[str]) -> argparse.Namespace:
     """The options, checked, with defaults that depend on others."""
     options = PARSER.parse_args(argv)
     opts.check_hosts(PARSER, options)
-    if options.role:
-        options.places = ["remote"]
-        if options.transport[1:]:
-            PARSER.error("--role: want one --transport")
-    if options.shared and (options.places, options.device) != (["local"], ["cpu"]):
-        PARSER.error("--shared: want --places local and --device cpu")
-    if options.against:
-        if options.beside or options.shared or options.places != ["local"] or options.device[1:]:
-            PARSER.error("--against: want --places local, one --device, no --beside, no --shared")
-        options = PARSER.parse_args(argv, argparse.Namespace(rounds=against.ROUNDS))
-        if options.rounds < 6:
-            PARSER.error("--against: want --rounds 6 or more: fewer give no interval of 95 %")
+    alone = options.transport[1:], options.device, options.workers, options.servers
+    if options.role and alone != ([], ["cpu"], 1, 1):
+        PARSER.error("--role: want one --transport, worker and server, and --device cpu")
+    if options.layers * options.stages > TRACES:
+        PARSER.error(
+            f"--layers {options.layers} x --stages {options.stages}: want at most {TRACES}"
+        )
+    if options.shared and options.device != ["cpu"]:
+        PARSER.error("--shared: want --device cpu")
+    if options.groups != [1] and (options.beside or options.device != ["cpu"]):
+        PARSER.error("--groups: want --device cpu and no --beside")
     return options
 
 
-def _rows(run: Run, place: str, device: str) -> Iterator[dict[str, Any]]:
-    options, where = run.options, {"place": place, "device": device}
-    planned = cases(options.sizes, options.ops, device, options.tensors)
-    if options.against:
-        for transport in options.transport:
-            with contextlib.ExitStack() as stack:
-                way = against.way(run, stack, transport, device)
-                for case in planned:
-                    run.measure([way], case)
-                    yield {**where, **against.row(way, case)}
-        return
+def _rows(run: Run, device: str, groups: int) -> Iterator[dict[str, Any]]:
+    options = run.options
+    planned = cases(options, device)
     with contextlib.ExitStack() as stack:
-        ways = [*_ours(run, stack, place, planned[0])]
-        if place == "local" and any(way.player for way in ways):
-            ways += _others(run, stack, [way for way in ways if way.player], planned)
+        ways = [*_ours(run, stack, planned[0], groups)]
+        if players := [way for way in ways if way.player]:
+            ways += _others(run, stack, players, planned)
         for case in planned:
             run.measure(ways, case)
-            yield from ({**where, **way.row(case)} for way in ways)
+            for way in ways:
+                sent = way.player.crew.workers("sent")[0] if way in players else []
+                row = {**_of_one(way.row(case), groups), "device": device, "sent": sent}
+                yield {**row, **(_of_model(way, case) if options.layers > 1 else {})}
 
 
-def _ours(run: Run, stack: contextlib.ExitStack, place: str, case: Case) -> Iterator[Way]:
+def _of_one(row: dict[str, Any], groups: int) -> dict[str, Any]:
+    """A row, whose ratio is of one request of a batch to a raw one."""
+    each = {"per_request_us": ("p50_us", 1 / groups), "ratio": ("ratio", 1 / groups)}
+    each["gbps"] = "gbps", groups
+    found = {name: row[key] and round(row[key] * by, 4) for name, (key, by) in each.items()}
+    return {**row, "groups": groups, **found}
+
+
+def _of_model(way: Way, case: Case) -> dict[str, Any]:
+    """What a row says of the layers of a model."""
+    median, rounds = statistics.median, [one for one in way.rounds if "parts_us" in one]
+    if not rounds:
+        return dict.fromkeys((*OF_MODEL, "parts_us"))
+    p50_us = median(one["p50_us"] for one in rounds)
+    parts = {key: median(one["parts_us"][key] for one in rounds) for key in report.PARTS}
+    found = p50_us / BUDGET_US, 1e6 / (case.unit * p50_us), median(r["step_ms"] for r in rounds)
+    return {**dict(zip(OF_MODEL, found, strict=True)), "parts_us": parts}
+
+
+def _ours(run: Run, stack: contextlib.ExitStack, case: Case, groups: int) -> Iterator[Way]:
     """A pair for each transport, and another one for shared tensors. They end with the stack."""
     options = run.options
-    transports = ["tcp"] if place == "remote" and not options.role else options.transport
-    alone = len(transports) * len(options.places) * len(options.device) == 1
-    host = own_address() if place == "remote" and not options.role else None
-    for transport, shared in itertools.product(transports, [False, True][: 1 + options.shared]):
-        try:
-            two = stack.enter_context(_pair(run, place, transport, case.device, host))
-        except BenchError as error:
-            if alone:
-                raise
-            yield Way(transport, reason=error.reason)
-            continue
-        player = CrewPlayer(two, shared)
-        if case.device == "gpu":  # how that travels is known when it has
-            player.prepare(case)
-            player.check(0)
-        name = two.transport()
-        where = "{},{}".format(*two.gpus) if baseline_of(name) == "raw gpu" else host
-        yield Way(f"{name} shared" if shared else name, player, run.raw(name, where))
+    alone = len(options.transport) * len(options.device) == 1
+    for transport, shared in itertools.product(
+        options.transport, [False, True][: 1 + options.shared]
+    ):
+        way = Way(transport, spare=not alone)
+        with way.tried():
+            crew = stack.enter_context(_pair(run, transport, case.device, groups))
+            player = CrewPlayer(crew, shared)
+            if case.device == "gpu":  # how that travels is known when it has
+                player.prepare(case)
+                player.check(0)
+            name = crew.transport()
+            way = Way(f"{name} shared" if shared else name, player, run.raw(name, crew.gpus))
+        yield way
 
 
 def _pair(
-    run: Run, place: str, transport: str, device: str, host: str | None
+    run: Run, transport: str, device: str, groups: int
 ) -> contextlib.AbstractContextManager[Crew]:
-    """Worker and server of a place; of two hosts, the one of this host."""
+    """Worker and server; of two hosts, the one of this host."""
     options = run.options
     if device == "gpu":
-        if options.role:
-            raise BenchError("between two hosts, only CPU tensors are measured")
         need_gpu()
-    if place == "remote" and not (host or options.role):
-        raise BenchError(NO_ADDRESS)
-    where = {"host": host or options.host, "scheduler": options.scheduler, "device": device}
-    return connected(members(run.cores, options.role), run.nodes, transport, **where)
+    where = {"host": options.host, "scheduler": options.scheduler, "device": device}
+    counts = options.workers, options.servers
+    here = members(run.cores, options.role, counts=counts, groups=groups)
+    return connected(here, transport, **where)
 
 
 def _others(
@@ -161,16 +171,15 @@ def _others(
     raw, on_gpu = ours[0].raw, planned[0].device == "gpu"
     gpus = ours[0].player.crew.gpus if on_gpu else None
     names = run.options.beside or (opts.ON_GPUS if on_gpu else ())
-    room = max(SMALL, *(sum(sizes) for case in planned for sizes in (case.out, case.back)))
     if libraries := [name for name in names if name in LIBRARIES]:
         from . import rivals  # with torch, which takes seconds
 
-        for one in rivals.beside(stack, libraries, gpus, room, run.cores, run.nodes):
-            yield Way(one.way, one, raw)
+        room = max(SMALL, *(max(case.moved) for case in planned))
+        yield from rivals.beside(stack, libraries, raw, gpus, room, run.cores)
     if "shm" in names:
         yield run.way("raw shm", lambda: program("raw shm", run.cores))
-    for way in ours:
-        if "c++" in names and not way.player.shared:
+    for way in ours if "c++" in names else ():
+        if not way.player.shared:
             cpp = functools.partial(_cpp, run, way.name.partition("/")[0])
             yield run.way(f"{way.name} C++", cpp, way.raw)
 

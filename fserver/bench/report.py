@@ -7,11 +7,11 @@ import platform
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import fserver
+from fserver import versions
 
 from .errors import BenchError
 
@@ -54,6 +54,28 @@ def figures(samples: list[int]) -> Figures:
     }
 
 
+# The parts of a round trip, from the 8 stamps of fetch_trace, in the order in which they happen;
+# that in the network is there and back. They add up to the whole. Differences are taken within one
+# process, so the clocks of the two need not agree.
+PARTS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "post": ("worker: from push_pull to the post", (1, 0)),
+    "network": ("network, both directions: (6 - 1) - (5 - 2)", (6, 1, 2, 5)),
+    "deliver": ("server: from the receipt to get_batch's return", (3, 2)),
+    "serve": ("server: the application, until it calls respond", (4, 3)),
+    "answer": ("server: from respond to the post", (5, 4)),
+    "complete": ("worker: from the receipt to the completion", (7, 6)),
+}
+
+
+def parts(traces: Sequence[Sequence[int]]) -> Figures:
+    """The median microseconds of each part, over round trips with these stamps."""
+    spans = {name: list(zip(at[::2], at[1::2], strict=True)) for name, (_, at) in PARTS.items()}
+    return {
+        name: statistics.median(sum(t[end] - t[start] for end, start in both) for t in traces) / 1e3
+        for name, both in spans.items()
+    }
+
+
 def show_size(count: int) -> str:
     """Bytes as people write them: "64 B", "4 KiB"."""
     for unit in ("G", "M", "K"):
@@ -62,78 +84,61 @@ def show_size(count: int) -> str:
     return f"{count} B"
 
 
-def gigabytes_per_second(count: int, microseconds: float) -> float:
-    """10^9 bytes per second."""
-    return count / microseconds / 1e3
-
-
-def row(
-    transport: str, op: str, out: int, back: int, measured: Rounds = (), raw: Rounds = ()
-) -> dict[str, Any]:
-    """One result: medians over the rounds of `measured` and of `raw`, in µs, and their ratio; both
-    may be empty. GB/s counts the bytes of both directions over the median round trip."""
-    result: dict[str, Any] = {"transport": transport, "op": op, "bytes_out": out}
-    result |= {"bytes_back": back, "rounds": len(measured)}
-    result["iters"] = measured[0]["iters"] if measured else None
-    for prefix, rounds in (("", measured), ("baseline_", raw)):
+def row(name: str, op: str, moved: tuple[int, int], own: Rounds, raw: Rounds) -> dict[str, Any]:
+    """One result: medians over the rounds of `own` and of `raw`, in µs, and their ratio; both may
+    be empty. GB/s counts the bytes of both directions over the median round trip."""
+    result: dict[str, Any] = {"transport": name, "op": op, "rounds": len(own)}
+    result |= {"bytes_out": moved[0], "bytes_back": moved[1]}
+    result["iters"] = own[0]["iters"] if own else None
+    for prefix, rounds in (("", own), ("baseline_", raw)):
         for key in ("p50_us", "p99_us"):
-            middle = statistics.median(r[key] for r in rounds) if rounds else None
-            result[prefix + key] = middle and round(middle, 3)
+            result[prefix + key] = _median(r[key] for r in rounds)
         p50 = result[prefix + "p50_us"]
-        result[prefix + "gbps"] = p50 and round(gigabytes_per_second(out + back, p50), 4)
+        result[prefix + "gbps"] = p50 and round(sum(moved) / p50 / 1e3, 4)
         result[prefix + "p50_us_rounds"] = [r["p50_us"] for r in rounds]
-    both = measured and raw
-    result["ratio"] = round(result["p50_us"] / result["baseline_p50_us"], 3) if both else None
-    return {**result, "baseline": None, "baseline_missing": None, "skipped": None}
+    both = own and raw
+    result["ratio"] = round(result["p50_us"] / result["baseline_p50_us"], 4) if both else None
+    return result
 
 
-class Column(NamedTuple):
-    """Of a table: a negative width is for text, which starts at the left."""
-
-    title: str
-    width: int
-    key: str
-    show: Callable[[Any], str] = str
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return round(statistics.median(found), 4) if found else None
 
 
-def number(title: str, width: int, key: str, digits: int = 1) -> Column:
-    """A column of numbers with so many digits after the point."""
-    return Column(title, width, key, f"{{:.{digits}f}}".format)
+TEXT = ("place", "device", "memory", "transport", "op", "way")
+MEASURED = ("transport", "op", "bytes_out", "bytes_back", "p50_us", "p99_us")
+RAW = ("gbps", "baseline_p50_us", "baseline_p99_us", "baseline_gbps", "ratio")
 
 
-OP = Column("op", -9, "op")
-TRANSPORT = Column("transport", -10, "transport")
-MOVED = (Column("out", 8, "bytes_out", show_size), Column("back", 8, "bytes_back", show_size))
-TIMES = (number("p50 µs", 11, "p50_us"), number("p99 µs", 11, "p99_us"))
-SPEED = number("GB/s", 7, "gbps", 3)
-RAW_P50 = number("raw p50", 11, "baseline_p50_us")
-RAW_P99 = number("raw p99", 11, "baseline_p99_us")
-RAW_SPEED = number("raw GB/s", 8, "baseline_gbps", 3)
-RATIO = number("ratio", 6, "ratio", 2)
-COLUMNS = (TRANSPORT, OP, *MOVED, *TIMES, SPEED, RAW_P50, RAW_P99, RAW_SPEED, RATIO)
+def header(keys: Sequence[str]) -> str:
+    """The titles of a table whose columns are these keys of its rows."""
+    return _line(keys, [key.replace("baseline_", "raw_") for key in keys])
 
 
-def header(columns: Sequence[Column]) -> str:
-    return _line(columns, [column.title for column in columns])
-
-
-def line(columns: Sequence[Column], result: dict[str, Any]) -> str:
+def line(keys: Sequence[str], result: dict[str, Any]) -> str:
     """A row; one that was skipped ends in the reason."""
-    cells = ["-" if result[c.key] is None else c.show(result[c.key]) for c in columns]
     reason = result.get("skipped")
-    return _line(columns, cells) + (f"  skipped: {reason}" if reason else "")
+    text = _line(keys, [_cell(key, result[key]) for key in keys])
+    return f"{text}  skipped: {reason}" if reason else text
 
 
-def _line(columns: Sequence[Column], cells: Iterable[str]) -> str:
-    both = [(column.width, text) for column, text in zip(columns, cells, strict=True)]
-    return "  ".join(text.rjust(n) if n > 0 else text.ljust(-n) for n, text in both).rstrip()
+def _cell(key: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if key.startswith("bytes"):
+        return show_size(value)
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def machine(cores: tuple[int, ...]) -> dict[str, Any]:
+def _line(keys: Sequence[str], cells: Sequence[str]) -> str:
+    both = zip(keys, cells, strict=True)
+    return "  ".join(t.ljust(10) if k in TEXT else t.rjust(max(len(k), 9)) for k, t in both)
+
+
+def machine(cores: tuple[int, int]) -> dict[str, Any]:
     """What the figures are measured on. Warns if the cores have other work to do."""
     import psutil
-
-    from fserver import versions
 
     load = psutil.cpu_percent(0.3, percpu=True)
     busy = [round(load[core]) for core in cores]
@@ -141,30 +146,27 @@ def machine(cores: tuple[int, ...]) -> dict[str, Any]:
         text = f"bench: cores {cores} are {busy} % busy with other programs: the results, most of "
         print(text + "all those of the raw baseline, will be noisy", file=sys.stderr)
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line for line in lines if line.startswith("model name")), "")
-    build = commit(Path(__file__).parents[1])
+    cpu = next((line for line in lines if line.startswith("model name")), platform.machine())
     return {
-        "cpu": cpu.partition(":")[2].strip() or platform.machine(),
+        "cpu": cpu.rpartition(": ")[2],
         "cores": os.cpu_count(),
         "pinned": list(cores),
         "busy_percent": busy,
-        "kernel": f"{platform.system()} {platform.release()}",
-        "arch": platform.machine(),
+        "kernel": platform.platform(),
         "python": platform.python_version(),
-        "torch": versions.torch(),
-        "fserver": fserver.__version__ + (f" ({build})" if build else ""),
+        "versions": " ".join(versions.text().split()),
     }
 
 
 def show_machine(facts: dict[str, Any]) -> str:
-    where = "{cpu}, {cores} cores (pinned to {pinned[0]},{pinned[1]}), {kernel}".format(**facts)
-    return where + ", python {python}, torch {torch}, fserver {fserver}".format(**facts)
+    text = "{cpu}, {cores} cores (pinned to {pinned}), {kernel}, python {python}, {versions}"
+    return text.format(**facts)
 
 
-def commit(package: Path) -> str | None:
-    """The commit that a package fserver was built from; None if it does not say."""
+def commit(package: Path) -> str:
+    """The commit that a package fserver was built from; empty if it does not say."""
     noted = package / "_commit"
-    return noted.read_text().strip() if noted.is_file() else None
+    return noted.read_text().strip() if noted.is_file() else ""
 
 
 def save(path: str, results: dict[str, Any]) -> None:

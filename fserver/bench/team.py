@@ -1,9 +1,14 @@
-"""Processes that exchange objects with each other: those of another library, and of a graph."""
+"""Processes that exchange objects with each other and have a stream each: those of another library,
+and of a graph."""
+
+from __future__ import annotations
 
 import ast
 import itertools
+import multiprocessing
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,16 +16,30 @@ import torch
 import torch.distributed as dist
 
 from .actors import Actor
-from .crew import Crew, Factory, Member, Nodes, spawned
+from .crew import TIMEOUT, Crew, Factory, Member
 
-APART_S = 0.5  # so that they do not say at the same time where they hang
 WAIT = timedelta(seconds=30)
 
 
-class SideActor(Actor):
+class _Mark:
+    """A moment, in place of an event."""
+
+    def __init__(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, later: _Mark) -> float:
+        return (later.at - self.at) * 1e3
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class Side(Actor):
     """One of the processes. `index` is its number among all, of which the workers come first, and
-    `rank` that among those of its role; its tensors are on `device`. The store at `at` passes what
-    they exchange."""
+    `rank` that among those of its role. Its tensors are on a GPU, or, dry, on the CPU. The store
+    at `at` passes what they exchange; `turns` is a number for each, in shared memory."""
 
     def __init__(
         self,
@@ -28,7 +47,9 @@ class SideActor(Actor):
         index: int,
         shape: tuple[int, int],
         at: tuple[str, int],
+        gpu: int | None = None,
         cores: Sequence[int] = (),
+        turns: Any = None,
         timeout: timedelta = WAIT,
     ):
         if cores:  # other processes are not in the way of the timings
@@ -38,15 +59,18 @@ class SideActor(Actor):
         self.workers, self.servers = shape
         self.is_worker = index < self.workers
         self.rank = index if self.is_worker else index - self.workers
-        self.device = torch.device("cpu")
+        self.peers = range(self.workers, self.count) if self.is_worker else range(self.workers)
+        self.library: Any = None  # another one, once it is joined
         self.store = dist.TCPStore(*at, is_master=False, timeout=timeout)
-        self._exchanges = itertools.count()
+        self._exchanges, self._turns = itertools.count(), turns
+        self.dry, self.device = gpu is None, torch.device("cpu")
+        if gpu is not None:
+            self.device = torch.device("cuda", gpu)
+            torch.cuda.set_device(self.device)
+            torch.ones(1, device=self.device).add_(1).item()
 
-    def use(self, gpu: int) -> None:
-        """Has the tensors on this GPU."""
-        self.device = torch.device("cuda", gpu)
-        torch.cuda.set_device(self.device)
-        torch.ones(1, device=self.device).add_(1).item()
+    def run(self, function: Callable[..., Any], what: dict[str, Any]) -> Any:
+        return function(self, **what)
 
     def exchange(self, mine: Any) -> list[Any]:
         """What each of the processes gives, in their order: literals of Python."""
@@ -58,9 +82,57 @@ class SideActor(Actor):
     def barrier(self) -> None:
         self.exchange(None)
 
+    def together(self) -> None:
+        """A barrier that all sides leave at the same moment. They poll, because waking a process
+        takes tens of microseconds."""
+        self._turns[self.index] += 1
+        while min(self._turns) < self._turns[self.index]:
+            if self.dry:  # nothing is timed exactly, and there may be fewer cores than sides
+                time.sleep(1e-4)
+
+    def channel(
+        self, key: int, mode: Any, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor]
+    ) -> Any:
+        """Opens a channel of fserver for tensors that go out and tensors that come in."""
+        keys, how = [key], {"mode": mode, "timeout_ms": 20000.0, "name": f"stage {key}"}
+        if self.is_worker:
+            made = self.nodes[0].channel(out, keys, into, keys, **how)
+        else:
+            made = self.nodes[0].channel(keys, out, keys, push=into, **how)
+        path = "host" if self.dry else mode
+        if made.path != path:
+            raise RuntimeError(f"the channel's path is {made.path!r}, want {path!r}")
+        return made
+
     def settle(self) -> None:
-        if self.device.type == "cuda":
+        """Waits for the current stream."""
+        if not self.dry:
             torch.cuda.current_stream().synchronize()
+
+    def sync(self) -> None:
+        if not self.dry:
+            torch.cuda.synchronize()
+
+    def mark(self) -> Any:
+        """Returns a moment of the current stream."""
+        if self.dry:
+            return _Mark()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def stream(self, priority: int = 0) -> Any:
+        """Makes a stream of the GPU. Dry, it is None, which torch.cuda.stream ignores."""
+        return None if self.dry else torch.cuda.Stream(self.device, priority=priority)
+
+    def captured(self, body: Callable[[], object], stream: Any) -> Callable[[], object]:
+        """Captures what body enqueues; returns a function that replays it."""
+        if self.dry:
+            return body
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            body()
+        return graph.replay
 
 
 class Team(Crew):
@@ -68,29 +140,26 @@ class Team(Crew):
 
     def __init__(
         self,
-        actor: type[SideActor],
         shape: tuple[int, int],
-        args: tuple[Any, ...] = (),
-        cores: Sequence[Sequence[int]] = (),
+        gpus: Sequence[int] | None = None,
+        cores: Sequence[Sequence[int]] | None = None,
+        actor: type[Side] = Side,
         variables: Mapping[str, str] | None = None,
-        nodes: Nodes = Nodes(),  # noqa: B008 (immutable)
+        limit: float = TIMEOUT,
     ):
-        """Starts so many workers and servers: `actor` is made with what SideActor takes and `args`.
-        The environment of the processes has these variables from the start."""
-        host = "127.0.0.1"
+        """Starts so many workers and servers on these GPUs, or dry. The environment of the
+        processes has these variables from the start."""
+        host, count = "127.0.0.1", sum(shape)
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        at, members = (host, self._store.port), []
-        for i in range(sum(shape)):
+        at, turns = (host, self._store.port), multiprocessing.RawArray("Q", count)
+        members = []
+        for i in range(count):
             role, rank = ("worker", i) if i < shape[0] else ("server", i - shape[0])
-            own = i, shape, at, cores[i] if cores else (), *args
-            members.append(
-                Member(f"{role} {rank}", actor, role, args=own, variables=variables or {})
-            )
-        super().__init__(spawned(members, nodes))
+            own = i, shape, at, gpus[i] if gpus else None, cores[i] if cores else (), turns
+            name = f"{role} {rank}"
+            members.append(Member(name, actor, role, args=own, variables=variables or {}))
+        super().__init__(members, limit)
 
-    def call(self, limit: float, method: str, *args: Any) -> list[Any]:
-        """Runs a method in all, for so many seconds; a process that takes longer prints where it
-        is. Gives the results in order."""
-        for i, peer in enumerate(self.peers):
-            peer.tell("within", limit + i * APART_S, method, *args)
-        return self.results(limit + 2)
+    def play(self, limit: float, function: Callable[..., Any], **what: Any) -> list[Any]:
+        """Runs a function in all processes; gives its results."""
+        return self.all("run", function, what, limit=limit)

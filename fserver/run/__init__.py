@@ -213,21 +213,29 @@ def _commands(
 def _scheduler(
     parser: argparse.ArgumentParser, options: argparse.Namespace
 ) -> Iterator[tuple[str, int | str]]:
-    """Host and port of the scheduler, which nobody else gets meanwhile.
-
-    A socket that is bound but does not listen keeps the port: the kernel gives
-    it to nobody who asks for a free one, and the scheduler, which asks for this
-    one and sets SO_REUSEADDR as this socket does, can listen there.
-    """
+    """Host and port of the scheduler."""
     if options.scheduler is not None:
         yield options.scheduler
     elif options.dry_run:
         yield "127.0.0.1", "<free>"
     else:
-        with socket.socket() as holder:
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind(("127.0.0.1", 0))
-            yield holder.getsockname()
+        with free_port("127.0.0.1") as at:
+            yield address(at)
+
+
+@contextlib.contextmanager
+def free_port(host: str) -> Iterator[str]:
+    """HOST:PORT of a scheduler on this host, with a port that no other process gets meanwhile.
+
+    A socket that is bound but does not listen keeps the port: the kernel gives
+    it to nobody who asks for a free one, and the scheduler, which asks for this
+    one and sets SO_REUSEADDR as this socket does, can listen there.
+    """
+    six = ":" in host
+    with socket.socket(socket.AF_INET6 if six else socket.AF_INET) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((host, 0))
+        yield f"{f'[{host}]' if six else host}:{holder.getsockname()[1]}"
 
 
 def _common(options: argparse.Namespace) -> dict[str, str]:
@@ -291,4 +299,4 @@ def address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-__all__ = ["MAX_GROUPS", "Process", "address", "count", "main"]
+__all__ = ["MAX_GROUPS", "Process", "address", "count", "free_port", "main"]

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from fserver.bench.graph.side import GraphSide
 from fserver.bench.graph.traffic import Model, Traffic, ours
+from fserver.bench.team import Side
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "long"))
 
@@ -35,7 +35,7 @@ LIMITS = {
 }
 
 
-class CheckedSide(GraphSide, SoakActor):
+class CheckedSide(Side, SoakActor):
     """A side that knows what its process has in use."""
 
     def gpus(self) -> int:
@@ -116,7 +116,7 @@ def memory(
     return {"exchanges": 5 * math.ceil(count / 5) * t.per, "growth": growth, "wrong": wrong}
 
 
-def _profiled(side: GraphSide, run: Callable[[], Any]) -> dict[str, Any]:
+def _profiled(side: Side, run: Callable[[], Any]) -> dict[str, Any]:
     """What is on the GPU's timeline while run runs, by kind and name."""
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CPU if side.dry else activity.CUDA]) as seen:

@@ -23,12 +23,8 @@ def test_memory(gpus: int, mode: str) -> None:
         "exchanges": exchanges,
         "seconds": seconds,
     }
-    team = graph.team(shape, False, CheckedSide, variables=by_the_byte())
-    try:
+    with graph.team(shape, False, actor=CheckedSide, variables=by_the_byte()) as team:
         found = graph.play(team, memory, what, 2 * seconds + 30)
-        team.close()
-    finally:
-        team.close(0)
     for side in found:
         print(f"{side['exchanges']} exchanges by {mode}: {side['growth']}")
         assert side["wrong"] == 0

@@ -29,9 +29,8 @@ import torch
 
 from fserver import _loader
 from fserver.bench.actors import Actor, ServerActor, WorkerActor
-from fserver.bench.crew import Case, Crew, Nodes, pair_of, start
+from fserver.bench.crew import Case, Crew, members
 from fserver.bench.errors import BenchError
-from fserver.bench.host import environment
 from fserver.bench.options import Parser, output, positive, size
 from fserver.bench.report import show_size
 from fserver.bench.run import choose_cores, need_gpu
@@ -144,26 +143,27 @@ class SoakServer(SoakActor, ServerActor):
     work = ServerActor.run
 
 
-def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutable)
+def main(argv: list[str]) -> int:
     """Returns the exit status."""
     options = parser().parse_args(argv)
     if options.device == "gpu":
         need_gpu()
-    members = pair_of(choose_cores(None), SoakWorker, SoakServer, variables=by_the_byte())
-    with start(members, nodes) as two, two.cluster(options.transport, device=options.device):
+    kinds = {"worker": SoakWorker, "server": SoakServer}
+    both = members(choose_cores(None), **kinds, variables=by_the_byte())
+    with Crew(both) as two, two.cluster(options.transport, device=options.device):
         links = two.transport()
         case = Case("push_pull", (options.size,), (options.size,), device=options.device)
         two.all("prepare", case)
         two.all("verify", 0)
-        timeout = 60 + options.count / 100
-        two.all("work", options.warmup, timeout=timeout)
+        limit = 60 + options.count / 100
+        two.all("work", options.warmup, limit=limit)
         two.all("freeze")
         for part in range(CHECKS):  # what looks warms up too: 11 looks took up to 24 KiB
             two.all("verify", part)
             two.all("in_use")
             two.all("counts")
         begun = time.monotonic()
-        looks = watch(two, lambda each: two.all("work", each, timeout=timeout), options.count)
+        looks = watch(two, lambda each: two.all("work", each, limit=limit), options.count)
         seconds = time.monotonic() - begun
         idle = watch(two, lambda _: time.sleep(seconds / PARTS))
     print(
@@ -245,7 +245,7 @@ def parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     try:
-        with environment({"FSERVER_LOG": os.environ.get("FSERVER_LOG", "warn")}):
-            sys.exit(main(sys.argv[1:]))
+        os.environ.setdefault("FSERVER_LOG", "warn")
+        sys.exit(main(sys.argv[1:]))
     except BenchError as error:
         sys.exit(f"soak: {error}")

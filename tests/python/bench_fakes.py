@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import shutil
+import signal
 import time
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -20,6 +21,11 @@ from fserver.bench.crew import real_node
 needs_compiler = pytest.mark.skipif(
     shutil.which(os.environ.get("CC", "cc")) is None, reason="no C compiler"
 )
+
+
+def interruptible() -> None:
+    """For a child: Ctrl-C counts, even if the tests run in the background of a shell."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def received(data: bytes) -> torch.Tensor:

@@ -14,11 +14,12 @@ import torch
 from bench_fakes import corrupting_node, written
 
 from fserver import bench
-from fserver.bench import af, fanin, layers, options, pingpong, report, turns
-from fserver.bench.crew import Case, Nodes
-from fserver.bench.errors import GaveUpError, WrongDataError
-from fserver.bench.run import Run, choose_cores
-from fserver.bench.turns import Way
+from fserver.bench import af, crew, options, pingpong, report
+from fserver.bench.crew import Case
+from fserver.bench.errors import BenchError, WrongDataError
+from fserver.bench.run import Run, Way, choose_cores, take_turns
+
+COLUMNS = (*report.MEASURED, *report.RAW)
 
 
 def test_percentile_is_nearest_rank():
@@ -67,26 +68,25 @@ def test_show_size():
 def test_row_takes_medians_over_rounds():
     measured = [{"iters": 50, "p50_us": p, "p99_us": 2 * p} for p in (12.0, 90.0, 10.0)]
     raw_rounds = [{"p50_us": p, "p99_us": 3 * p} for p in (8.0, 7.0, 10.0)]
-    moved = "push_pull", 3000, 3000
-    row = report.row("tcp", *moved, measured, raw_rounds)
+    row = report.row("tcp", "push_pull", (3000, 3000), measured, raw_rounds)
     assert row["p50_us"] == 12 and row["p99_us"] == 24
     assert row["baseline_p50_us"] == 8 and row["baseline_p99_us"] == 24
     assert row["ratio"] == 1.5
     assert row["gbps"] == 0.5 and row["baseline_gbps"] == 0.75
     assert row["p50_us_rounds"] == [12, 90, 10] and row["rounds"] == 3 and row["iters"] == 50
-    cells = report.line(report.COLUMNS, row).split()
-    assert cells[:2] == ["tcp", "push_pull"] and cells[-1] == "1.50"
-    assert len(report.header(report.COLUMNS)) == len(report.line(report.COLUMNS, row))
+    cells = report.line(COLUMNS, row).split()
+    assert cells[:2] == ["tcp", "push_pull"] and cells[-1] == "1.500"
+    assert len(report.header(COLUMNS)) == len(report.line(COLUMNS, row))
 
     case, missing = Case("push", (64,)), Way("raw tcp", reason="no compiler")
     alone = Way("tcp", "player", missing, rounds=measured).row(case)
     assert alone["ratio"] is None and alone["baseline_p50_us"] is None
     assert alone["baseline"] is None and alone["baseline_missing"] == "no compiler"
-    assert report.line(report.COLUMNS, alone).split()[-1] == "-"
+    assert report.line(COLUMNS, alone).split()[-1] == "-"
 
     skipped = Way("cma", reason="no such thing").row(case)
     assert skipped["p50_us"] is None and skipped.keys() == alone.keys()
-    assert report.line(report.COLUMNS, skipped).endswith("skipped: no such thing")
+    assert report.line(COLUMNS, skipped).endswith("skipped: no such thing")
 
 
 def asked(**more):
@@ -97,12 +97,13 @@ def asked(**more):
 
 def test_json(tmp_path):
     path = tmp_path / "out.json"
-    with Run("pingpong", asked(json=str(path), cores=(0, 0))) as run:
-        run.table([report.row("tcp", "push", 64, 0)])
+    with Run("pingpong", asked(json=str(path), cores=(0, 0)), COLUMNS) as run:
+        run.table([report.row("tcp", "push", (64, 0), [], [])])
     got = json.loads(path.read_text())
     assert got["bench"] == "pingpong" and got["rows"] == run.rows
     assert got["machine"]["pinned"] == [0, 0] and got["machine"]["cores"] == os.cpu_count()
-    assert got["machine"]["cpu"] and got["machine"]["torch"] and got["machine"]["kernel"]
+    assert got["machine"]["cpu"] and got["machine"]["kernel"]
+    assert "torch" in got["machine"]["versions"] and "commit" in got["machine"]["versions"]
     assert got["command"].split()[0] == "fserver"
 
 
@@ -112,7 +113,7 @@ RAW = {"one": 10.0, "two": 20.0}
 def test_several_raw_baselines_take_turns():
     """A row has the one that it asks for."""
     case, seen = Case("push", (64,)), []
-    with Run("test", asked()) as run:
+    with Run("test", asked(), COLUMNS) as run:
         one, two = (Way(name, Recorder(name, seen, us)) for name, us in RAW.items())
         ours = [Way("tcp", Recorder("ours", seen, 30.0), raw) for raw in (one, two, None)]
         run.measure(ours, case)
@@ -122,7 +123,6 @@ def test_several_raw_baselines_take_turns():
         rows = [way.row(case) for way in ours]
     assert [row["ratio"] for row in rows] == [3.0, 1.5, None]
     assert [row["baseline"] for row in rows] == ["one", "two", None]
-    assert one.player.moved == two.player.moved == (64, 64)  # a push needs an answer
 
 
 @pytest.mark.parametrize("missing", ["psutil", "rich"])
@@ -153,22 +153,22 @@ def test_torch_is_missing(tmp_path):
         command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
     )
     assert done.returncode == 1
-    assert "failed: No module named 'torch' (install it)" in done.stderr.splitlines()[-1]
+    assert done.stderr.splitlines()[-1].endswith("failed: No module named 'torch'")
 
 
 def test_says_which_build(tmp_path):
     """What the build has noted."""
-    assert report.commit(tmp_path) is None
+    assert report.commit(tmp_path) == ""
     (tmp_path / "_commit").write_text("12ab34c\n")
     assert report.commit(tmp_path) == "12ab34c"
 
 
 def test_parts_add_up():
     stamped = [100, 130, 9000, 9007, 9057, 9060, 600, 611]
-    parts = layers.parts(stamped)
-    assert parts["network"] == (600 - 130) - (9060 - 9000)
-    assert sum(parts.values()) == 611 - 100 and parts.keys() == af.PARTS.keys()
-    assert layers.medians([stamped])["serve"] == 0.05
+    parts = report.parts([stamped])
+    assert parts["network"] == ((600 - 130) - (9060 - 9000)) / 1e3
+    assert sum(parts.values()) == pytest.approx((611 - 100) / 1e3)
+    assert report.parts([stamped] * 3)["serve"] == 0.05
 
 
 class Recorder:
@@ -180,8 +180,8 @@ class Recorder:
     def check(self, seed):
         self.turns.append((self.name, "check", seed))
 
-    def prepare(self, out, back):
-        self.moved = out, back
+    def prepare(self, case):
+        self.case = case
 
     def measure(self, warmup, count):
         self.turns.append((self.name, "measure", count))
@@ -190,9 +190,9 @@ class Recorder:
 
 def test_players_take_turns():
     seen = []
-    a, b = Recorder("a", seen, 10.0), Recorder("b", seen, 100.0)
-    results = turns.take_turns([a, b], rounds=2, seconds=0.01)
-    assert [[r["iters"] for r in rounds] for rounds in results] == [[1000, 1000], [100, 100]]
+    a, b = (Way(name, Recorder(name, seen, us)) for name, us in (("a", 10.0), ("b", 100.0)))
+    take_turns([a, b], rounds=2, seconds=0.01)
+    assert [[r["iters"] for r in way.rounds] for way in (a, b)] == [[1000, 1000], [100, 100]]
     trials = [("a", "check", 0), ("a", "measure", 10), ("b", "check", 0), ("b", "measure", 10)]
     one = [("a", "measure", 1000), ("a", "check", 1), ("b", "measure", 100), ("b", "check", 1)]
     two = [(name, what, 2 if what == "check" else n) for name, what, n in one[2:] + one[:2]]
@@ -200,28 +200,38 @@ def test_players_take_turns():
 
 
 class Quitter(Recorder):
-    """Gives up at its second turn."""
+    """Fails at its second turn."""
 
     def check(self, seed):
         super().check(seed)
         if seed == 2:
-            raise GaveUpError("no more")
+            raise BenchError("no more\nof that")
 
 
-def test_who_gives_up_has_no_figures_and_the_others_go_on():
+def test_a_spare_way_that_fails_has_no_figures_and_the_others_go_on(capsys):
     seen = []
-    players = [Recorder("a", seen, 10.0), Quitter("b", seen, 10.0), Recorder("c", seen, 10.0)]
-    results = turns.take_turns(players, rounds=3, seconds=1, iters=10)
-    assert [len(rounds) for rounds in results] == [3, 0, 3]
+    kinds = ("a", Recorder), ("b", Quitter), ("c", Recorder)
+    ways = [Way(name, kind(name, seen, 10.0), spare=name == "b") for name, kind in kinds]
+    take_turns(ways, rounds=3, seconds=1, iters=10)
+    assert [len(way.rounds) for way in ways] == [3, 0, 3]
     assert [turn for turn in seen if turn[0] == "b"][-1] == ("b", "check", 2)
+    assert ways[1].row(Case("push", (64,)))["skipped"] == "no more"
+    assert capsys.readouterr().err == "bench: b: no more\nof that\n"
+    take_turns(ways, rounds=1, seconds=1, iters=10)
+    assert [len(way.rounds) for way in ways] == [1, 0, 1]
+
+
+def test_a_way_that_is_not_spare_ends_the_run():
+    with pytest.raises(BenchError, match="no more"):
+        take_turns([Way("b", Quitter("b", [], 10.0))], rounds=3, seconds=1, iters=10)
 
 
 def test_units_are_counted():
-    raw, layers = Recorder("raw", [], 10.0), Recorder("layers", [], 10.0, unit=50)
-    results = turns.take_turns([raw, layers], rounds=1, seconds=0.01)
-    assert [rounds[0]["iters"] for rounds in results] == [1000, 20]
-    results = turns.take_turns([raw, layers], rounds=1, seconds=0.01, iters=3)
-    assert [rounds[0]["iters"] for rounds in results] == [150, 3]
+    both = [Way(name, Recorder(name, [], 10.0, unit)) for name, unit in (("raw", 1), ("af", 50))]
+    take_turns(both, rounds=1, seconds=0.01)
+    assert [way.rounds[0]["iters"] for way in both] == [1000, 20]
+    take_turns(both, rounds=1, seconds=0.01, iters=3)
+    assert [way.rounds[0]["iters"] for way in both] == [150, 3]
 
 
 @pytest.mark.parametrize(
@@ -233,9 +243,11 @@ def test_units_are_counted():
         (["pingpong", "--sizes", "64:"], "want 8 bytes or more"),
         (["pingpong", "--ops", "push,pop"], "'pop': want some of push, pull, push_pull"),
         (["pingpong", "--rounds", "0"], "'0': want a whole number, 1 or more"),
-        (["pingpong", "--cores", "0"], "want two core numbers, A,B"),
-        (["pingpong", "--seconds", "0"], "'0': want seconds, more than 0"),
-        (["pingpong", "--places", "here"], "'here': want some of local, remote"),
+        (["pingpong", "--cores", "0"], "'0': want A,B"),
+        (["pingpong", "--cores", "a,b"], "'a,b': want A,B"),
+        (["pingpong", "--seconds", "0"], "'0': want a number, more than 0"),
+        (["pingpong", "--seconds", "nan"], "'nan': want a number, more than 0"),
+        (["pingpong", "--seconds", "inf"], "'inf': want a number, more than 0"),
         (["pingpong", "--device", "tpu"], "'tpu': want some of cpu, gpu"),
         (["pingpong", "--role", "server"], "--scheduler and --role: give both, or neither"),
         (
@@ -244,11 +256,15 @@ def test_units_are_counted():
         ),
         (
             ["af", "--role", "worker", "--scheduler", "a:1", "--workers", "2"],
-            "--role: want --workers 1 and --servers 1",
+            "--role: want one --transport, worker and server, and --device cpu",
         ),
-        (["pingpong", "--shared", "--device", "gpu"], "--shared: want --places local and --device"),
+        (["pingpong", "--shared", "--device", "gpu"], "--shared: want --device cpu"),
         (["af", "--layers", "2000"], "want at most 4096"),
-        (["fanin", "--groups", "0"], "'0': want a whole number, 1 or more"),
+        (["pingpong", "--groups", "0"], "'0': want a whole number, 1 or more"),
+        (
+            ["pingpong", "--groups", "2", "--beside", "shm"],
+            "--groups: want --device cpu and no --beside",
+        ),
         (
             ["pingpong", "--beside", "mpi"],
             "'mpi': want some of nccl, symm, nvshmem, nixl, gloo, shm, c++, none",
@@ -314,29 +330,37 @@ def test_gpus_that_are_not_there(monkeypatch, capsys):
 
 def test_af(tmp_path, capsys):
     path = tmp_path / "rows.json"
-    argv = ["--layers", "4", "--bytes", "1K", "--back-bytes", "2K", "--tensors", "3"]
-    argv += ["--back-tensors", "2", "--workers", "2", "--servers", "2"]
+    argv = ["--layers", "4", "--sizes", "1K:2K", "--tensors", "3"]
+    argv += ["--workers", "2", "--servers", "2"]
     argv += ["--rounds", "1", "--iters", "2", "--json", str(path)]
     assert bench.main(["af", *argv]) == 0
-    assert "the application, until it calls respond" in capsys.readouterr().out
-    (row,) = written(path, "af")
-    assert (row["bytes_out"], row["bytes_back"]) == (2 * 3 * 1024, 2 * 2 * 2048)
+    out = capsys.readouterr().out
+    assert "the application, until it calls respond" in out and "tokens_per_s" in out
+    (row,) = written(path, "pingpong")
+    assert (row["bytes_out"], row["bytes_back"]) == (2 * 3 * 1024, 2 * 3 * 2048)
     assert row["iters"] == 2 * 4 * 3 and row["step_ms"] > 0
     assert row["tokens_per_s"] == pytest.approx(1e6 / (4 * 3 * row["p50_us"]), rel=0.01)
     assert row["of_budget"] == pytest.approx(row["p50_us"] / 273, abs=0.001)
-    assert row["parts_us"].keys() == af.PARTS.keys()
+    assert row["parts_us"].keys() == report.PARTS.keys()
     assert all(us >= 0 for us in row["parts_us"].values())
     assert sum(row["parts_us"].values()) < row["p99_us"]
 
 
-def test_fanin(tmp_path):
+def test_groups(tmp_path, capsys):
+    """A batch is an exchange of each group. The ratio and GB/s are of one of its requests."""
     path = tmp_path / "rows.json"
-    argv = ["--groups", "1,3,5", "--rounds", "1", "--iters", "20"]
-    assert bench.main(["fanin", *argv, "--json", str(path)]) == 0
-    rows = written(path, "fanin")
+    argv = ["--groups", "1,3,5", "--rounds", "1", "--iters", "20", "--transport", "tcp"]
+    argv += ["--sizes", "4K", "--ops", "push_pull", "--json", str(path)]
+    assert bench.main(["pingpong", *argv]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[0] == "groups"
+    rows = written(path, "pingpong")
     assert [row["groups"] for row in rows] == [1, 3, 5]
     for row in rows:
-        assert row["per_request_us"] == pytest.approx(row["p50_us"] / row["groups"], abs=0.001)
+        each = row["p50_us"] / row["groups"]
+        assert row["per_request_us"] == pytest.approx(each, abs=0.001)
+        assert row["gbps"] == pytest.approx(8.192 / each, rel=0.01)
+        if row["ratio"]:
+            assert row["ratio"] == pytest.approx(each / row["baseline_p50_us"], rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -344,10 +368,11 @@ def test_fanin(tmp_path):
     [
         (pingpong, ["--sizes", "64", "--no-baseline"]),
         (pingpong, ["--sizes", "64", "--transport", "tcp,cma", "--shared"]),
-        (af, ["--layers", "2", "--bytes", "1K", "--back-bytes", "1K", "--no-baseline"]),
-        (fanin, ["--groups", "3", "--no-baseline"]),
+        (af, ["--layers", "2", "--sizes", "1K", "--no-baseline"]),
+        (pingpong, ["--groups", "3", "--ops", "push_pull", "--sizes", "4K", "--no-baseline"]),
     ],
 )
-def test_all_see_wrong_bytes(benchmark, argv):
+def test_all_see_wrong_bytes(benchmark, argv, monkeypatch):
+    monkeypatch.setitem(crew.MAKE, "server", corrupting_node)
     with pytest.raises(WrongDataError, match=r"byte \d+ of \d+ is \d+, not \d+ \(exchange \d+\)"):
-        benchmark.main([*argv, "--iters", "20"], Nodes(server=corrupting_node))
+        benchmark.main([*argv, "--iters", "20"])

@@ -7,6 +7,8 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -15,12 +17,33 @@ import pytest
 from bench_fakes import needs_compiler
 
 from fserver.bench import baseline
+from fserver.bench.crew import Case
 from fserver.bench.errors import BenchError
 from fserver.bench.run import Run
 
 
 def children(pid: int) -> list[int]:
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def moved(out: int, back: int) -> Case:
+    return Case("push_pull", (out,), (back,))
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """Nothing is compiled yet, and what is compiled is removed."""
+    monkeypatch.setattr(baseline, "compiled", baseline.compiled.__wrapped__)
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(baseline, "_scratch", lambda: Namespace(name=folder))
+        yield Path(folder)
+
+
+def test_a_push_is_answered():
+    """A program in C answers with 64 B what fserver answers with nothing."""
+    raw = object.__new__(baseline.Baseline)
+    raw.prepare(Case("push", (64, 64)))
+    assert raw._moved == (128, 64)
 
 
 def cpu_ticks(pid: int) -> int:
@@ -31,24 +54,24 @@ def cpu_ticks(pid: int) -> int:
 def way(request, tmp_path, monkeypatch):
     """A raw baseline, and where it is; that of GPUs over a driver that has none."""
     if request.param != "raw gpu":
-        return request.param, None
+        return request.param
     source = Path(__file__).with_name("fakecuda.c")
     command = [os.environ.get("CC", "cc"), "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
     subprocess.run([*command, "-o", tmp_path / "libcuda.so.1", source], check=True)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
-    return request.param, "0,1"
+    return request.param
 
 
 @needs_compiler
 @pytest.mark.parametrize("way", baseline.WAYS, indirect=True)
 def test_baseline(way):
-    with baseline.program(way[0], None, way[1]) as raw_echo:
-        raw_echo.prepare(4096, 64)
+    with baseline.program(way, gpus=(0, 1)) as raw_echo:
+        raw_echo.prepare(moved(4096, 64))
         figures = raw_echo.measure(10, 200)
         assert figures["iters"] == 200
         assert 0 < figures["min_us"] <= figures["p50_us"] <= figures["p99_us"]
         assert figures["min_us"] <= figures["mean_us"]
-        raw_echo.prepare(1, 1 << 20)
+        raw_echo.prepare(moved(1, 1 << 20))
         assert raw_echo.measure(0, 1)["iters"] == 1
 
         # Between rounds it leaves the cores alone.
@@ -58,7 +81,7 @@ def test_baseline(way):
         time.sleep(0.3)
         assert sum(map(cpu_ticks, both)) - before <= 1
 
-        raw_echo.prepare(0, 0)
+        raw_echo.prepare(moved(0, 0))
         with pytest.raises(BenchError, match="ended with status 1: raw[a-z]+: want OUT BACK"):
             raw_echo.measure(0, 1)
 
@@ -66,13 +89,13 @@ def test_baseline(way):
 @needs_compiler
 @pytest.mark.parametrize("way", ["raw gpu"], indirect=True)
 def test_baseline_between_gpus_says_what_is_wrong(way, monkeypatch):
-    with baseline.program(way[0], None, "0,2") as raw_echo:
-        raw_echo.prepare(64, 64)
+    with baseline.program(way, gpus=(0, 2)) as raw_echo:
+        raw_echo.prepare(moved(64, 64))
         with pytest.raises(BenchError, match="rawgpu: there is no GPU 2"):
             raw_echo.measure(0, 1)
     monkeypatch.setenv("FAKECUDA_LOSE", "1")
-    with baseline.program(way[0], None, way[1]) as raw_echo:
-        raw_echo.prepare(64, 64)
+    with baseline.program(way, gpus=(0, 1)) as raw_echo:
+        raw_echo.prepare(moved(64, 64))
         with pytest.raises(BenchError, match="rawgpu: iteration 6: got the data of 0"):
             raw_echo.measure(0, 5)
 
@@ -80,8 +103,8 @@ def test_baseline_between_gpus_says_what_is_wrong(way, monkeypatch):
 @needs_compiler
 @pytest.mark.parametrize("way", baseline.WAYS, indirect=True)
 def test_baseline_ends_when_its_server_dies(way):
-    with baseline.program(way[0], None, way[1]) as raw_echo:
-        raw_echo.prepare(64, 64)
+    with baseline.program(way, gpus=(0, 1)) as raw_echo:
+        raw_echo.prepare(moved(64, 64))
         raw_echo.measure(0, 5)
         (server_pid,) = children(raw_echo._process.pid)
         os.kill(server_pid, signal.SIGKILL)
@@ -104,21 +127,19 @@ def test_baseline_ends_with_its_input():
 @pytest.mark.parametrize(
     ("source", "variable", "package"), [("rawecho.c", "CC", "gcc"), ("cppecho.cc", "CXX", "g++")]
 )
-def test_a_compiler_that_is_not_there(source, variable, package, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_compiler_that_is_not_there(source, variable, package, monkeypatch, fresh):
     monkeypatch.setenv(variable, "no-such-compiler")
     with pytest.raises(BenchError, match=f"no-such-compiler: not found: .*install {package}"):
         baseline.compiled(source)
-    assert list((tmp_path / "fserver").iterdir()) == []
+    assert not list(fresh.iterdir())
 
 
 def test_baseline_says_what_is_missing(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(baseline, "SOURCES", tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "raw.h").write_text("")
     (tmp_path / "rawecho.c").write_text("int main(void) { return undeclared; }\n")
     monkeypatch.setenv("CC", "no-such-compiler")
-    with Run("test", Namespace(no_baseline=False, cores=None, json=None)) as run:
+    with Run("test", Namespace(no_baseline=False, cores=None, json=None), ()) as run:
         raw = run.raw("tcp")
         assert raw.player is None and "no-such-compiler" in raw.reason
         assert "bench: raw tcp: no-such-compiler" in capsys.readouterr().err
@@ -126,44 +147,23 @@ def test_baseline_says_what_is_missing(monkeypatch, tmp_path, capsys):
             monkeypatch.setenv("CC", "cc")
             with pytest.raises(BenchError, match="undeclared"):
                 baseline.compiled("rawecho.c")
-        cache = tmp_path / "cache" / "fserver"
-        assert list(cache.iterdir()) == []
-        if shutil.which("cc"):
             (tmp_path / "rawecho.c").write_text("int main(void) { return 3; }\n")
-            raw = run.raw("tcp", "here")
+            run._raws.clear()
+            raw = run.raw("tcp")
             missing = "the baseline raw tcp ended with status 3"
             assert raw.player is None and raw.reason.startswith(missing)
-    cache.chmod(0o777)
-    with pytest.raises(BenchError, match="others may write to it"):
-        baseline.compiled("rawecho.c")
 
 
 @needs_compiler
-def test_baseline_is_compiled_once_for_each_version(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = baseline.compiled("rawecho.c")
-    written = first.stat().st_mtime_ns
-    assert baseline.compiled("rawecho.c") == first and first.stat().st_mtime_ns == written
-    sources = tmp_path / "sources"
-    sources.mkdir()
-    for source in ("raw.h", "rawecho.c"):
-        shutil.copy(baseline.SOURCES / source, sources)
-    with (sources / "raw.h").open("a") as out:
-        out.write("/* newer */\n")
-    monkeypatch.setattr(baseline, "SOURCES", sources)
-    assert baseline.compiled("rawecho.c") != first
-
-
-@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
-def test_a_program_in_cpp_depends_on_fservers_headers(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(baseline, "SOURCES", tmp_path)
-    monkeypatch.setattr(baseline, "INCLUDE", tmp_path / "include")
-    (tmp_path / "empty.cc").write_text("int main() {}\n")
-    header = tmp_path / "include/ps/ps.h"
-    header.parent.mkdir(parents=True)
-    header.write_text("// old\n")
-    first = baseline.compiled("empty.cc")
-    assert baseline.compiled("empty.cc") == first
-    header.write_text("// new\n")
-    assert baseline.compiled("empty.cc") != first
+def test_compiled_once_in_a_process_and_removed_with_it(tmp_path):
+    """Only its user may read the folder."""
+    script = """
+from fserver.bench.baseline import compiled
+one = compiled("rawecho.c")
+assert one == compiled("rawecho.c") and one.parent.stat().st_mode & 0o777 == 0o700
+print(one)"""
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, check=True, capture_output=True, text=True
+    )
+    assert done.stdout.startswith(str(tmp_path)) and not list(tmp_path.iterdir())

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe as socket_pipe
 from multiprocessing import forkserver
 from multiprocessing.connection import Listener
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
-from bench_fakes import CorruptingServer, FakeServer, FakeWorker, RepeatingServer
+from bench_fakes import CorruptingServer, FakeServer, FakeWorker, RepeatingServer, interruptible
 
-from fserver import bench
-from fserver.bench import actors, crew, host, pingpong
+from fserver import bench, run
+from fserver.bench import actors, crew, pingpong
 from fserver.bench.crew import Case, Place
 from fserver.bench.errors import BenchError, WrongDataError
 
@@ -99,23 +102,97 @@ def said(*messages):
         theirs.send(message)
         ended = Mock(is_alive=lambda: False)
         made.append(crew.Peer(crew.Member(f"worker {i}", "", "worker"), ours, ended))
-    return crew.Crew(made)
-
-
-def said_ok(*values):
-    return [(None, value, None) for value in values]
+    both = crew.Crew([])
+    both.peers = made
+    return both
 
 
 def test_wrong_data_comes_before_other_failures():
-    lost = BenchError, "failed: worker 1 is gone", "worker 1 is gone"
-    wrong, (one, two) = (WrongDataError, "received wrong data: byte 3", None), said_ok(1, 2)
-    assert said(one, two).results() == [1, 2]
-    with pytest.raises(WrongDataError, match="the worker 1 received wrong data: byte 3"):
-        said(lost, wrong).results()
-    with pytest.raises(BenchError, match="(?s)the worker 0 failed: .*the worker 1 failed: "):
-        said(lost, lost).results()
-    with pytest.raises(BenchError, match="the worker 0 failed: worker 1 is gone$"):
-        said(lost, one).results()
+    lost = BenchError("the worker 0 failed: worker 1 is gone", "worker 1 is gone")
+    wrong = WrongDataError("the worker 1 received wrong data: byte 3")
+    assert said(1, 2).results(5) == [1, 2]
+    with pytest.raises(WrongDataError, match="^the worker 1 received wrong data: byte 3\n"):
+        said(lost, wrong).results(5)
+    with pytest.raises(BenchError, match="(?s)the worker 0 failed: .*the worker 0 failed: "):
+        said(lost, lost).results(5)
+    with pytest.raises(BenchError, match="the worker 0 failed: worker 1 is gone$") as caught:
+        said(lost, 1).results(5)
+    assert caught.value.reason == "worker 1 is gone"
+
+
+GONE = (
+    "EOFError",
+    "ConnectionResetError: [Errno 104] Connection reset by peer",
+    "TimeoutError: the other side does not answer",
+)
+
+
+@pytest.mark.parametrize("gone", GONE)
+def test_the_cause_comes_before_the_loss_of_another_process(gone):
+    """Whichever is told first. The reason is one line of the cause."""
+    lost = BenchError(f"the worker 0 failed: \nTraceback\n{gone}", gone)
+    for cause, reason in (
+        (BenchError("the worker 1 failed: \nValueError: no\nMight be late", "ValueError: no\nM"),
+         "ValueError: no"),
+        (BenchError("the worker 1 ended with status -11"), "the worker 1 ended with status -11"),
+    ):  # fmt: skip
+        for told in ((lost, cause), (cause, lost)):
+            with pytest.raises(BenchError) as caught:
+                said(*told).results(5)
+            assert caught.value.reason == reason
+            assert str(caught.value).startswith(str(cause)) and gone in str(caught.value)
+
+
+class Sleeper(actors.Actor):
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+
+def test_a_process_that_hangs_is_named_and_ended(capfd):
+    """Within the limit, and it prints where it is."""
+    forkserver._forkserver._stop()  # the next one has the standard error of this test
+    both = crew.members(None, worker=Sleeper, server=actors.ServerActor)
+    with crew.Crew([both[0]], limit=1) as one:
+        process = one.peers[0].process
+        begun = time.monotonic()
+        with pytest.raises(BenchError, match="^no answer from worker within 3 s$"):
+            one.all("sleep", 1000)
+        assert time.monotonic() - begun < 20 and not process.is_alive()
+    assert " in sleep\n" in capfd.readouterr().err
+
+
+def test_an_interrupt_ends_all_children():
+    """Ctrl-C goes to all processes of the terminal."""
+    command = [sys.executable, "-m", "fserver", "bench", "pingpong", "--sizes", "64"]
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    how |= {"start_new_session": True, "preexec_fn": interruptible}
+    parent = subprocess.Popen([*command, "--seconds", "100", "--no-baseline"], **how)
+    try:
+        assert parent.stdout.readline() and parent.stdout.readline()  # machine and header
+        end = time.monotonic() + 60
+        while len(children := of_group(parent.pid)) < 4:  # itself, two servers of forks, a pair
+            assert time.monotonic() < end, children
+            time.sleep(0.1)
+        time.sleep(3)
+        os.killpg(parent.pid, signal.SIGINT)
+        parent.communicate(timeout=30)
+        assert parent.returncode
+        while of_group(parent.pid):
+            assert time.monotonic() < end, of_group(parent.pid)
+            time.sleep(0.1)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
+
+
+def of_group(group):
+    """The processes of a group that have not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, its = stat.read_text().rpartition(")")[2].split()[:3]
+            found += [stat] if int(its) == group and state != "Z" else []
+    return found
 
 
 STAYS = """
@@ -139,7 +216,9 @@ for name in ("worker", "server"):
     peers.append(crew.Peer(crew.Member(name, "", name), ours, process))
     print(process.pid)
 process.kill = lambda: None  # the server, which the kernel does not let go
-crew.Crew(peers).close(0)
+both = crew.Crew([])
+both.peers = peers
+both.close(0)
 """
 
 
@@ -165,22 +244,22 @@ def test_a_process_that_cannot_be_killed():
 
 
 def test_port_is_held():
-    with host.free_port("127.0.0.1") as address:
+    with run.free_port("127.0.0.1") as address:
         port = int(address.rpartition(":")[2])
         with Listener(("127.0.0.1", port)) as listener:
             assert listener.address[1] == port
 
 
 def test_a_process_that_cannot_be_started_ends_the_others(monkeypatch):
-    made, real = [], crew.Peer.spawn
+    made, real = [], crew.spawn
 
-    def spawn(member, nodes):
+    def spawn(member):
         if made:
             raise BenchError("no more processes")
-        made.append(real(member, nodes))
+        made.append(real(member))
         return made[0]
 
-    monkeypatch.setattr(crew.Peer, "spawn", spawn)
+    monkeypatch.setattr(crew, "spawn", spawn)
     with pytest.raises(BenchError, match="no more processes"):
-        crew.spawned(crew.pair_of(None), crew.Nodes())
+        crew.Crew(crew.members(None))
     assert not made[0].process.is_alive()

@@ -165,8 +165,8 @@ def played(play, shape=(1, 1)):
 @pytest.mark.parametrize("name", ["symm", "nvshmem", "nixl"])
 def test_what_a_side_sends_comes_to_the_other(fakes, name):
     def play(side):
-        make, wrong = libraries.pair(name, side, ROOM), []
-        opened = [make(*(sizes[::-1] if side.index else sizes)) for sizes in SIZES]
+        side.library, wrong = libraries.join(name, side, 2 * ROOM), []
+        opened = [way for sizes in SIZES for way in traffic.theirs(side, [sizes])]
         for turn, (sizes, way) in enumerate([*zip(SIZES, opened, strict=True)] * 3):
             assert (way.source.numel(), way.landing.numel())[:: -1 if side.index else 1] == sizes
             way.source.fill_(10 * turn + side.index)
@@ -188,7 +188,7 @@ def test_stages_between_several(fakes, name):
     shape, stages, sizes = (2, 2), 3, [(16, 32)] * 3
 
     def play(side):
-        opened, wrong = traffic.theirs(side, name, sizes), 0
+        opened, wrong = traffic.opened(side, sizes, by=name), 0
         assert [way.landing.shape for way in opened] == [(2, 32 if side.is_worker else 16)] * stages
         for turn in range(3):
             for stage, way in enumerate(opened):
@@ -211,8 +211,10 @@ def test_a_transfer_that_fails(fakes, monkeypatch):
     monkeypatch.setattr(Agent, "check_xfer_state", lambda *_: "ERR")
 
     def play(side):
-        way = libraries.pair("nixl", side, ROOM)(64, 64)
+        library = libraries.join("nixl", side, 2 * ROOM)
+        ends = [(1 - side.index, library.memory[:64])]
+        send, _ = library.open(0, ends, ends)
         with pytest.raises(RuntimeError, match="the state of a transfer is ERR"):
-            way.send()
+            send()
 
     played(play)

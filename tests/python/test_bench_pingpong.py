@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -21,25 +20,32 @@ from bench_fakes import (
 from fserver import bench
 from fserver.bench import baseline, pingpong, rivals, run
 from fserver.bench import options as opts
-from fserver.bench.crew import Crew, Nodes
-from fserver.bench.errors import BenchError, GaveUpError, WrongDataError
-from fserver.bench.host import own_address
-from fserver.bench.options import exchanges
+from fserver.bench.crew import MAKE, Case, Crew
+from fserver.bench.errors import BenchError, WrongDataError
+
+
+def cases(sizes, ops, *more):
+    argv = ["--sizes", sizes, "--ops", ops, *more]
+    return pingpong.cases(pingpong.PARSER.parse_args(argv))
 
 
 def test_cases():
-    moved = [(c.op, c.out, c.back) for c in pingpong.cases([(4096, 8192)], list(pingpong.OPS))]
+    moved = [(c.op, c.out, c.back) for c in cases("4K:8K", "push,pull,push_pull")]
     assert moved == [
         ("push", (4096,), ()),
         ("pull", (64,), (8192,)),
         ("push_pull", (4096,), (8192,)),
     ]
-    assert exchanges("64,4K:8K") == [(64, 64), (4096, 8192)]
-    keys = [c.key for c in pingpong.cases([(64, 64), (4096, 4096)], ["push", "pull"])]
+    parsed = pingpong.PARSER.parse_args(["--sizes", "64,4K:8K"])
+    assert parsed.sizes == [(64, 64), (4096, 8192)]
+    keys = [c.key for c in cases("64,4K", "push,pull")]
     assert len(set(keys)) == 4
-    several = pingpong.cases([(64, 32), (8, 8)], ["push", "push_pull"], tensors=3)
+    several = cases("64:32,8", "push,push_pull", "--tensors", "3")
     assert several[1].out == (64,) * 3 and several[1].back == (32,) * 3
     assert [c.key for c in several] == [0, 3, 6, 9]
+    model = cases("8:16", "pull,push_pull", *"--stages 2 --layers 5 --servers 3".split())
+    assert [c.key for c in model] == [0, 2] and model[1].moved == (24, 48)
+    assert all((c.stages, c.unit) == (2, 10) for c in model)
 
 
 @needs_compiler
@@ -65,7 +71,7 @@ def test_pingpong(tmp_path, capsys):
             ("push_pull", 64, 4096),
         ]
         for row in some:
-            assert (row["place"], row["device"]) == ("local", "cpu")
+            assert (row["device"], row["groups"]) == ("cpu", 1)
             assert (row["transport"], row["baseline"]) == (transport, f"raw {transport}")
             assert (row["iters"], row["rounds"]) == (20, 2)
             assert 0 < row["p50_us"] <= row["p99_us"] and 0 < row["baseline_p50_us"]
@@ -73,14 +79,21 @@ def test_pingpong(tmp_path, capsys):
             assert len(row["p50_us_rounds"]) == len(row["baseline_p50_us_rounds"]) == 2
 
 
-def test_pair_reports_a_peer_that_died():
+def played_by(monkeypatch, server):
+    for role, make in (("worker", worker), ("server", server)):
+        monkeypatch.setitem(MAKE, role, make)
+
+
+def test_pair_reports_a_peer_that_died(monkeypatch):
+    played_by(monkeypatch, dying_server)
     with pytest.raises(BenchError, match="the server ended with status 9"):
-        pingpong.main(["--sizes", "64", "--no-baseline"], Nodes(worker, dying_server))
+        pingpong.main(["--sizes", "64", "--no-baseline"])
 
 
-def test_pingpong_ends_at_wrong_data():
+def test_pingpong_ends_at_wrong_data(monkeypatch):
+    played_by(monkeypatch, corrupting_server)
     with pytest.raises(WrongDataError, match="the worker received wrong data: .* byte 63 of 64"):
-        pingpong.main(["--sizes", "64", "--ops", "pull"], Nodes(worker, corrupting_server))
+        pingpong.main(["--sizes", "64", "--ops", "pull"])
 
 
 def test_what_cannot_be_had_is_skipped(tmp_path, capsys):
@@ -126,7 +139,8 @@ def test_shared_tensors_are_shared(monkeypatch):
         Crew, "all", lambda self, method, *cases: seen.extend(c.shared for c in cases)
     )
     monkeypatch.setattr(Crew, "transport", lambda self: "cma")
-    monkeypatch.setattr(run, "take_turns", lambda players, *_: [[] for _ in players])
+    monkeypatch.setattr(Crew, "workers", lambda self, method, *_: [[]])
+    monkeypatch.setattr(run, "take_turns", lambda *_: None)
     argv = ["--sizes", "64,4K", "--ops", "push", "--transport", "cma", "--shared", "--no-baseline"]
     assert pingpong.main(argv) == 0
     assert seen == [False, True] * 2
@@ -137,7 +151,7 @@ def test_a_program_in_cpp_that_fails(monkeypatch, tmp_path):
     argv = ["pingpong", "--sizes", "64", "--ops", "push", "--iters", "10", "--no-baseline"]
     argv += ["--beside", "c++", "--json", str(tmp_path / "rows.json")]
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(pingpong, "compiled", baseline.compiled.__wrapped__)  # not compiled before
     assert bench.main(argv) == 0
     ours, cpp = written(tmp_path / "rows.json", "pingpong")
     assert ours["p50_us"] > 0 and "no-such-compiler: not found" in cpp["skipped"]
@@ -148,33 +162,28 @@ def test_the_program_in_cpp():
     command = [str(baseline.compiled("cppecho.cc")), "-1", "-1"]
     settings = {"FSERVER_TRANSPORT": "pigeon"}
     with baseline.Baseline("C++", command, **settings) as failing:
-        failing.prepare(64, 64)
+        failing.prepare(Case("push_pull", (64,), (64,)))
         with pytest.raises(BenchError, match='FSERVER_TRANSPORT="pigeon"'):
             failing.measure(1, 1)
     settings = {"FSERVER_TRANSPORT": "tcp"}
     with baseline.Baseline("C++", command, **settings) as right:
-        right.prepare(64, 32)  # not an echo
+        right.prepare(Case("push_pull", (64,), (32,)))  # not an echo
         assert right.measure(1, 5)["iters"] == 5
 
 
-def test_places_and_devices(tmp_path, capsys):
+def test_devices(tmp_path, capsys):
     path = tmp_path / "rows.json"
     argv = ["--sizes", "64", "--rounds", "1", "--iters", "10", "--json", str(path)]
-    argv += ["--places", ",".join(pingpong.PLACES), "--device", "cpu,gpu", "--beside", "none"]
+    argv += ["--device", "cpu,gpu", "--beside", "none"]
     assert bench.main(["pingpong", *argv, "--ops", "push,push_pull"]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["place", "device", "transport"]
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["device", "transport"]
     rows = written(path, "pingpong")
-    assert [(r["place"], r["op"]) for r in rows if r["device"] == "cpu"] == [
-        (place, op) for place in pingpong.PLACES for op in ("push", "push_pull")
-    ]
+    assert [r["op"] for r in rows if r["device"] == "cpu"] == ["push", "push_pull"]
     for row in rows:
         if row["device"] == "gpu" and not torch.cuda.is_available():
             assert row["p50_us"] is None and "GPU" in row["skipped"]
-        elif row["place"] == "remote" and not own_address():
-            assert "only a loopback address" in row["skipped"]
         else:
             assert row["p50_us"] > 0 and row["skipped"] is None
-    assert all(r["transport"] == "tcp" for r in rows if r["place"] == "remote" and r["p50_us"])
 
 
 TWO = ["--sizes", "4K", "--ops", "pull", "--rounds", "1", "--iters", "10"]
@@ -184,15 +193,13 @@ def test_two_hosts(tmp_path, port):
     path = tmp_path / "rows.json"
     common = ["pingpong", "--scheduler", f"127.0.0.1:{port}", "--host", "127.0.0.1"]
     common += ["--transport", "tcp"]
-    argv = [*TWO, "--device", "cpu,gpu", "--json", str(path)]
+    argv = [*TWO, "--json", str(path)]
     with ThreadPoolExecutor(1) as pool:
         server_status = pool.submit(bench.main, [*common, "--role", "server"])
         assert bench.main([*common, "--role", "worker", *argv]) == 0
         assert server_status.result(60) == 0
-    row, gpu = written(path, "pingpong")
-    assert row["place"] == gpu["place"] == "remote"
+    (row,) = written(path, "pingpong")
     assert row["bytes_back"] == 4096 and row["p50_us"] > 0
-    assert gpu["skipped"] == "between two hosts, only CPU tensors are measured"
     assert row["baseline"] is None and row["ratio"] is None
     assert row["baseline_missing"] == "there is no raw program that does the same"
 
@@ -200,12 +207,12 @@ def test_two_hosts(tmp_path, port):
 def test_layers_between_two_hosts(tmp_path, port):
     path = tmp_path / "rows.json"
     common = ["af", "--scheduler", f"127.0.0.1:{port}", "--host", "127.0.0.1", "--layers", "2"]
-    common += ["--rounds", "1", "--iters", "2", "--bytes", "4K", "--back-bytes", "8K"]
+    common += ["--rounds", "1", "--iters", "2", "--sizes", "4K:8K"]
     with ThreadPoolExecutor(1) as pool:
         server_status = pool.submit(bench.main, [*common, "--role", "server"])
         assert bench.main([*common, "--role", "worker", "--json", str(path)]) == 0
         assert server_status.result(60) == 0
-    (row,) = written(path, "af")
+    (row,) = written(path, "pingpong")
     assert row["bytes_out"] == 7 * 4096 and row["bytes_back"] == 7 * 8192 and row["p50_us"] > 0
     assert row["parts_us"]["network"] > 0 and row["baseline"] is None
 
@@ -213,14 +220,16 @@ def test_layers_between_two_hosts(tmp_path, port):
 class GpuCrew:
     """A pair with tensors on two GPUs, which knows how they travel when they have."""
 
-    gpus = (0, 1)
+    gpus, limit = (0, 1), 20.0
     moved = False
 
     def all(self, method, *_):
         self.moved = self.moved or method == "verify"
 
-    def workers(self, method, warmup, count):
-        return [{"iters": count, "p50_us": 20.0, "p99_us": 30.0}]
+    def workers(self, method, *counts, **_):
+        if method == "sent":
+            return [[]]
+        return [{"iters": counts[1], "p50_us": 20.0, "p99_us": 30.0}]
 
     def transport(self):
         return "cudaipc" if self.moved else ""
@@ -233,16 +242,13 @@ def test_on_gpus(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(pingpong, "_pair", lambda *_: nullcontext(GpuCrew()))
     monkeypatch.setattr(run.Run, "raw", lambda *args: opened.append(args[1:3]))
-    beside = [Namespace(way=way, reason="not here", unit=1) for way in opts.ON_GPUS]
-    for one in beside:
-        one.prepare = lambda *_: None
-        one.check = lambda _: (_ for _ in ()).throw(GaveUpError("not here"))
+    beside = [run.Way(way, reason="not here") for way in opts.ON_GPUS]
     asked = []
     monkeypatch.setattr(rivals, "beside", lambda *args: asked.append(args) or beside)
     argv = ["--device", "gpu", "--sizes", "4M", "--ops", "push_pull", "--rounds", "2"]
     assert pingpong.main([*argv, "--iters", "5", "--json", str(path)]) == 0
-    assert opened == [("cudaipc", "0,1")]
-    assert asked[0][1:4] == ([*opts.ON_GPUS], (0, 1), 4 << 20)
+    assert opened == [("cudaipc", (0, 1))]
+    assert asked[0][1:5] == ([*opts.ON_GPUS], None, (0, 1), 4 << 20)
     ours, *others = written(path, "pingpong")
     assert (ours["transport"], ours["p50_us"], ours["device"]) == ("cudaipc", 20.0, "gpu")
     assert [row["transport"] for row in others] == [*opts.ON_GPUS]

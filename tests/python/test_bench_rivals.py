@@ -8,21 +8,19 @@ import os
 import time
 from multiprocessing import forkserver
 
-import pytest
-
 from fserver import bench
 from fserver.bench import libraries, rivals, team
 from fserver.bench import options as opts
-from fserver.bench.crew import Nodes
-from fserver.bench.turns import take_turns
+from fserver.bench.crew import Case
+from fserver.bench.run import Way, take_turns
 
 SIZES = [(64, 64), (4096, 64), (64, 65536)]
 COUNT = 20
-TRIPS = 2 * (2 + COUNT + 1) + 1  # of a case of those
+TRIPS = 2 * (2 + COUNT)  # that are timed of a case of those
 
 
-class OddActor(rivals.RivalActor):
-    """Does something after one of its round trips; only the first side does."""
+class OddSide(rivals.RivalSide):
+    """Does something after one of its timed round trips; only the first side does."""
 
     at = 0
 
@@ -33,25 +31,29 @@ class OddActor(rivals.RivalActor):
             self.act()
 
 
-class CorruptingActor(OddActor):
+class CorruptingSide(OddSide):
     def act(self):
         if self.at == TRIPS:
-            self.way.landing[-1] ^= 1
+            self.traffic.replay = self.corrupted
+
+    def corrupted(self):
+        self.traffic.body()
+        self.traffic.ways[0].landing[0, -1] ^= 1
 
 
-class DyingActor(OddActor):
+class DyingSide(OddSide):
     def act(self):
         if self.at == TRIPS + 5:
             os._exit(9)
 
 
-class HangingActor(OddActor):
+class HangingSide(OddSide):
     def act(self):
         if self.at == 5:
             time.sleep(1000)
 
 
-class FailingActor(rivals.RivalActor):
+class FailingSide(rivals.RivalSide):
     """The other one waits for it meanwhile."""
 
     def join(self, *args):
@@ -72,17 +74,19 @@ class Ours:
         return {"iters": count, "p50_us": 1.0, "p99_us": 1.0}
 
 
-def measured(monkeypatch, actor=rivals.RivalActor):
-    """Of each case, the figures of ours and of gloo, and why there are none of gloo."""
-    monkeypatch.setattr(rivals, "RivalActor", actor)
+def measured(monkeypatch, side=rivals.RivalSide):
+    """Of each case, the figures of gloo, and why there are none. The other way always has some."""
+    monkeypatch.setattr(rivals, "RivalSide", side)
     found = []
     with contextlib.ExitStack() as stack:
-        [gloo] = rivals.beside(stack, ["gloo"], None, 1 << 16, None, Nodes())
-        for sizes in SIZES:
-            gloo.prepare(*sizes)
-            ours, theirs = take_turns([Ours(), gloo], 2, 0, COUNT)
-            assert len(ours) == 2
-            found.append((theirs, gloo.reason))
+        [gloo], ours = rivals.beside(stack, ["gloo"], None, None, 1 << 16, None), Way("", Ours())
+        for out, back in SIZES:
+            with gloo.tried():
+                if gloo.player:
+                    gloo.player.prepare(Case("push_pull", (out,), (back,)))
+            take_turns([ours, gloo], 2, 0, COUNT)
+            assert len(ours.rounds) == 2
+            found.append((gloo.rounds, gloo.reason))
     assert not multiprocessing.active_children()
     return found
 
@@ -114,14 +118,13 @@ def test_pingpong_beside_gloo(tmp_path):
 
 
 def test_one_that_brings_wrong_data(monkeypatch, capsys):
-    told = "the worker 0 received wrong data: what came: byte 63 of 64 is "
-    for theirs, reason in measured(monkeypatch, CorruptingActor):
-        assert reason.startswith(told) and theirs == []
-    assert f"bench: gloo:\n{told}" in capsys.readouterr().err
+    told = "the worker 0 received wrong data: 1 bytes of what came"
+    assert measured(monkeypatch, CorruptingSide) == [([], told)] * 3
+    assert f"bench: gloo: {told}" in capsys.readouterr().err
 
 
 def test_one_that_dies(monkeypatch):
-    first, *later = measured(monkeypatch, DyingActor)
+    first, *later = measured(monkeypatch, DyingSide)
     assert first[1] is None and len(first[0]) == 2
     assert later == [([], "the worker 0 ended with status 9")] * 2
 
@@ -130,20 +133,21 @@ def test_one_that_hangs(monkeypatch, capfd):
     forkserver._forkserver._stop()  # the next one has the standard error of this test
     monkeypatch.setattr(rivals, "LIMIT", 4.0)
     why = "no answer from worker 0 and server 0 within 6 s"
-    assert measured(monkeypatch, HangingActor) == [([], why)] * 3
+    assert measured(monkeypatch, HangingSide) == [([], why)] * 3
     assert " in act\n" in capfd.readouterr().err  # where it was
 
 
 def test_one_that_cannot_start(monkeypatch, capsys):
     why = "LookupError: there is no such thing here"
-    assert measured(monkeypatch, FailingActor) == [([], why)] * 3
+    assert measured(monkeypatch, FailingSide) == [([], why)] * 3
     assert "Traceback" in (err := capsys.readouterr().err) and why in err
 
 
 def test_those_of_gpus_take_two():
     with contextlib.ExitStack() as stack:
-        players = rivals.beside(stack, (*opts.ON_GPUS, *opts.ON_CPU), (0, 0), 64, None, Nodes())
-    reasons = {player.way: player.reason for player in players}
+        names = (*opts.ON_GPUS, *opts.ON_CPU)
+        ways = [*rivals.beside(stack, names, None, (0, 0), 64, None)]
+    reasons = {way.name: way.reason for way in ways}
     assert reasons.pop("gloo") == "it takes tensors on the CPU"
     assert set(reasons.values()) == {"it takes two GPUs, and there is one"} and len(reasons) == 4
 
@@ -152,13 +156,13 @@ def test_those_of_gpus_have_their_environment_from_the_start(monkeypatch):
     started = []
 
     class NoTeam(team.Team):
-        def __init__(self, actor, shape, args, cores, variables, nodes):
+        def __init__(self, shape, gpus, cores, actor, variables, limit):
             started.append(variables)
             raise OSError("not here")
 
     monkeypatch.setattr(rivals, "Team", NoTeam)
     with contextlib.ExitStack() as stack:
-        [nccl] = rivals.beside(stack, ["nccl"], (0, 1), 64, None, Nodes())
+        [nccl] = rivals.beside(stack, ["nccl"], None, (0, 1), 64, None)
     assert started == [libraries.ENVIRONMENT] and nccl.reason == "not here"
 
 
@@ -175,26 +179,4 @@ def test_they_have_cores_of_their_own(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(10)))
     assert rivals._apart((1, 4)) == ([0, 2, 3, 5], [6, 7, 8, 9])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
-    assert rivals._apart((1, 4)) == rivals._apart(None) == ((), ())
-
-
-@pytest.mark.parametrize(
-    ("text", "want"),
-    [
-        ("", "AssertionError()"),
-        ("plain", "plain"),
-        ("the worker 0 failed: \nTraceback:\n  raise x\nValueError: wrong data: 3 of 8 bytes\n",
-         "ValueError: wrong data: 3 of 8 bytes"),
-        ("the worker 0 failed: \nTimeoutError: the other side does not answer\n\n"
-         "the server 0 failed:\n  File\ntorch.AcceleratorError: CUDA error: no\nMight be late\n",
-         "torch.AcceleratorError: CUDA error: no"),
-        ("the worker 0 failed:\nConnectionResetError: [Errno 104] Connection reset by peer\n"
-         "the server 0 failed:\nValueError: no", "ValueError: no"),
-        ("the worker 0 failed: \nEOFError\nthe server 0 ended with status -11",
-         "the server 0 ended with status -11"),
-        ("the worker 0 failed: \nEOFError",
-         "EOFError: it crashed, or hung and was ended; standard error says where"),
-    ],
-)  # fmt: skip
-def test_reason(text: str, want: str) -> None:
-    assert rivals.reason(AssertionError(text) if text else AssertionError()) == want
+    assert rivals._apart((1, 4)) is rivals._apart(None) is None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from fserver.bench.actors import TIMEOUT_MS, ServerActor, WorkerActor
-from fserver.bench.crew import Case, Nodes, connected, pair_of
+from fserver.bench.crew import Case, connected, members
 
 SECONDS = 1.0  # of each state
 LIMIT = 0.1  # of a core; what polls takes all of one
@@ -47,8 +47,7 @@ class IdleServer(ServerActor):
 
 
 def test_calls_that_wait_sleep() -> None:
-    members = pair_of(None, IdleWorker, IdleServer)
-    with connected(members, Nodes(), "auto") as crew:
+    with connected(members(None, worker=IdleWorker, server=IdleServer), "auto") as crew:
         crew.all("prepare", Case("push_pull", (4096,), (4096,)))
         crew.all("verify", 1)
         nothing, get_batch = crew.all("blocked_get_batch")

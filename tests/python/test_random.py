@@ -11,13 +11,15 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import randoms
 import torch
 from bench_fakes import corrupting_node
 
-from fserver.bench.crew import Member, Nodes, Place, real_node, start
+from fserver.bench import crew
+from fserver.bench.crew import Crew, Member, Place, real_node
 from fserver.bench.errors import WrongDataError
 
 STEPS = int(os.environ.get("RANDOM_STEPS", "40"))
@@ -39,11 +41,15 @@ def played(
         Member("servers", randoms.RandomServers, "server", nodes=servers),
     ]
     moved: Counter[str] = Counter()
-    with start(members, Nodes(server=server)) as crew, crew.cluster(transport):
+    with (
+        mock.patch.dict(crew.MAKE, {"server": server}),
+        Crew(members) as both,
+        both.cluster(transport),
+    ):
         for first in range(0, steps, CHUNK):
             count = min(CHUNK, steps - first)
-            moved.update(crew.workers("play", SEED, first, count, LIMIT)[0])
-        assert transport in (crew.transport(), "auto")
+            moved.update(both.workers("play", SEED, first, count, LIMIT)[0])
+        assert transport in (both.transport(), "auto")
     return moved
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from bench_fakes import hoarding_server, leaking_server, opening_server, worker
 
-from fserver.bench.crew import Nodes
+from fserver.bench import crew
 
 LONG = Path(__file__).parents[1] / "long"
 
@@ -27,11 +27,17 @@ def few_looks(soak, monkeypatch):
     monkeypatch.setattr(soak, "PARTS", 2)
 
 
+def played_by(monkeypatch, server):
+    for role, make in (("worker", worker), ("server", server)):
+        monkeypatch.setitem(crew.MAKE, role, make)
+
+
 def test_it_counts_memory(soak, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(soak, "PARTS", 4)
     path = tmp_path / "soak.json"
     argv = ["--count", "100", "--warmup", "100", "--size", "64", "--json", str(path)]
-    assert soak.main([*argv, "--limit", "1000000"], Nodes(worker, leaking_server)) == 1
+    played_by(monkeypatch, leaking_server)
+    assert soak.main([*argv, "--limit", "1000000"]) == 1
     out, err = capsys.readouterr()
     assert "100 push_pulls of 64 B each way" in out and "growth" in out
     assert "but the limit is 1000000" in err
@@ -50,13 +56,15 @@ def test_it_counts_memory(soak, tmp_path, monkeypatch, capsys):
     assert worst[0] < 1_000_000 < 100 * 65536 // 2 <= worst[1]
 
 
-def test_it_counts_descriptors(soak, few_looks, capsys):
+def test_it_counts_descriptors(soak, few_looks, monkeypatch, capsys):
     argv = ["--count", "20", "--warmup", "20", "--size", "64", "--limit", "100000000"]
-    assert soak.main(argv, Nodes(worker, hoarding_server)) == 1
+    played_by(monkeypatch, hoarding_server)
+    assert soak.main(argv) == 1
     assert "descriptors grew by" in capsys.readouterr().err
 
 
-def test_it_counts_the_engine(soak, few_looks, capsys):
+def test_it_counts_the_engine(soak, few_looks, monkeypatch, capsys):
     argv = ["--count", "10", "--warmup", "10", "--size", "64", "--limit", "100000000"]
-    assert soak.main(argv, Nodes(worker, opening_server)) == 1
+    played_by(monkeypatch, opening_server)
+    assert soak.main(argv) == 1
     assert "engine's heap grew by" in capsys.readouterr().err

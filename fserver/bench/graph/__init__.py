@@ -2,10 +2,8 @@
 
 import argparse
 import contextlib
-import multiprocessing
 import os
 import sys
-import traceback
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -13,14 +11,12 @@ import torch
 
 from fserver.channel.describe import mode_named
 
-from .. import libraries, rivals
-from ..crew import Crew
+from .. import libraries
 from ..errors import BenchError
-from ..options import ON_STREAMS, Option, Parser, milliseconds, output, positive, seconds
+from ..options import ON_STREAMS, Option, Parser, above_zero, output, positive
 from ..report import save
 from ..team import Team
 from . import overlap, traffic, trips
-from .side import GraphSide
 
 TEXT = (
     "Measures stream channels in CUDA graphs, with the traffic of a disaggregated model, and other "
@@ -41,21 +37,21 @@ OPTIONS: tuple[Option, ...] = (
     ("--replays", positive, 300, "af: number of timed replays for each row"),
     ("--size", positive, 8192, "overlap: size of the GEMM"),
     ("--rounds", positive, 200, "overlap: rounds, with and without traffic, for a row"),
-    ("--ms", milliseconds, 30.0, "overlap: length of each part"),
-    ("--seconds", seconds, 40.0, "overlap: longest time of a row"),
+    ("--ms", above_zero, 30.0, "overlap: length of each part"),
+    ("--seconds", above_zero, 40.0, "overlap: longest time of a row"),
     ("--runs", positive, 1000, "trips: number of runs of a graph of 20 round trips"),
 )
 
 
-def team(shape: tuple[int, int], dry: bool, actor: type[GraphSide] = GraphSide, **how: Any) -> Team:
+def team(shape: tuple[int, int], dry: bool, **how: Any) -> Team:
+    """The processes, each with cores of its own where there are enough."""
     count = sum(shape)
     cores = sorted(os.sched_getaffinity(0))
     each = len(cores) // count
     own = [cores[i * each : (i + 1) * each] if each >= 4 else [] for i in range(count)]
-    turns = multiprocessing.RawArray("Q", count)
-    made = Team(actor, shape, (dry, turns), own, **how)
-    made.results()
-    return made
+    # There are fewer GPUs than sides only where MPS lets them share one.
+    gpus = None if dry else [i % torch.cuda.device_count() for i in range(count)]
+    return Team(shape, gpus, own, **how)
 
 
 def play(
@@ -63,53 +59,38 @@ def play(
 ) -> list[Any]:
     """Runs a function in all processes, with a cluster of nodes unless it is `by` another library;
     `how` is of Crew.cluster. After an error the processes are not used again."""
-    transport = what.pop("transport", "auto")
-    cluster = Crew(made.peers).cluster(transport, **how)
+    cluster = made.cluster(what.pop("transport", "auto"), **how)
     with contextlib.nullcontext() if "by" in what else cluster:
-        return made.call(limit, "run", function, what)
+        return made.all("run", function, what, limit=limit)
 
 
 def _measured(args: argparse.Namespace) -> Generator[list[dict[str, Any]], None, None]:
     """Yields rows, one by one or several that belong together. Processes that have used another
     library are not used for anything else, and what has failed of a library is not tried again."""
-    made, used, work = None, None, WORKS[args.work]
-    gave_up: dict[tuple[Any, ...], str] = {}
-    try:
+    work, gave_up = WORKS[args.work], dict[Any, str]()
+    made, used = None, None
+    with contextlib.ExitStack() as stack:
         for function, what, limit in work.rows(args):
             row, by = {"work": args.work, **what}, what.get("by")
-            kind, way = (by, what.get("how")), by if by != "raw" else None
-            if by and args.dry and by != "nccl":
-                gave_up[kind] = "it takes GPUs"
+            kind = by, what.get("how")
             if kind in gave_up:
                 yield [{**row, "skipped": gave_up[kind]}]
                 continue
-            if made and way != used:
-                made.close()
-                made = None
             try:
-                if not made:
-                    variables = libraries.ENVIRONMENT if way and not args.dry else {}
-                    made, used = (
-                        team((args.workers, args.servers), args.dry, variables=variables),
-                        way,
-                    )
+                if not made or not made.peers or by != used:
+                    stack.close()
+                    shape, used = (args.workers, args.servers), by
+                    variables = libraries.ENVIRONMENT if by and not args.dry else {}
+                    made = team(shape, args.dry, variables=variables)
+                    stack.enter_context(made)
                 results = play(made, function, what, limit)
                 wrong = {"wrong": sum(r["wrong"] for r in results)}
-                rows = [{**row, **one, **wrong} for one in work.summary(results, args)]
-            except Exception as error:  # the other rows are of interest still
-                if made:
-                    made.close(0)
-                made = None
+                yield [{**row, **one, **wrong} for one in work.summary(results, args)]
+            except BenchError as error:  # the other rows are of interest still
+                print(f"{by or 'fserver'}: {error}", file=sys.stderr, flush=True)
                 if by:
-                    print(f"{by}: {error!r}\n{error}", file=sys.stderr, flush=True)
-                    gave_up[kind] = rivals.reason(error)
-                    rows = [{**row, "skipped": gave_up[kind]}]
-                else:
-                    rows = [{**row, "error": traceback.format_exc()}]
-            yield rows
-    finally:
-        if made:
-            made.close()
+                    gave_up[kind] = error.reason
+                yield [{**row, "skipped" if by else "error": error.reason}]
 
 
 def _parsed(argv: list[str], gpus: int) -> argparse.Namespace:
@@ -132,6 +113,8 @@ def _parsed(argv: list[str], gpus: int) -> argparse.Namespace:
         args.workers = args.servers = 1
     args.workers = args.workers or (2 if gpus >= 4 else 1)
     args.servers = args.servers or args.workers
+    if args.dry:
+        args.beside = [way for way in args.beside if way == "nccl"]
     args.sizes = [(args.rows * args.width, 2 * args.rows * args.width)] * args.stages
     want, shared = args.workers + args.servers, "CUDA_MPS_PIPE_DIRECTORY" in os.environ
     if not args.dry and gpus < (1 if shared else want):
@@ -151,10 +134,8 @@ def main(argv: list[str]) -> int:
             failed = any("error" in row or row.get("wrong") for row in rows)
             failures += failed
             for row in rows:
-                shown = "  ".join(f"{k}={v}" for k, v in row.items() if k not in ("sides", "error"))
+                shown = "  ".join(f"{k}={v}" for k, v in row.items() if k != "sides")
                 print(("FAIL " if failed else "") + shown, flush=True)
-                if "error" in row:
-                    print(row["error"], flush=True)
             result["rows"] += rows
             if args.json:
                 save(args.json, result)

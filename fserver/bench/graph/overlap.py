@@ -13,7 +13,7 @@ import torch
 
 from ..errors import BenchError
 from ..report import median_interval
-from .side import GraphSide
+from ..team import Side
 from .traffic import Model, Row, Sizes, Traffic, opened
 
 BLOCKS = 8  # of GEMMs, of a part
@@ -35,7 +35,7 @@ class _Gemms:
     """Multiplications on a stream of their own, in captured blocks. BLOCKS of them take about so
     many ms."""
 
-    def __init__(self, side: GraphSide, size: int, ms: float):
+    def __init__(self, side: Side, size: int, ms: float):
         self.side, self.stream = side, side.stream()
         kind: Any = {"dtype": torch.bfloat16, "device": side.device}
         a, b = torch.randn(size, size, **kind), torch.randn(size, size, **kind)
@@ -64,7 +64,7 @@ class _Gemms:
 
 
 def overlap(
-    side: GraphSide,
+    side: Side,
     layers: int,
     sizes: Sizes,
     limits: tuple[int, int, float, float],
@@ -101,7 +101,7 @@ def overlap(
 
 
 def _rounds(
-    side: GraphSide, t: Traffic, gemms: _Gemms, replays: int, rounds: int, seconds: float
+    side: Side, t: Traffic, gemms: _Gemms, replays: int, rounds: int, seconds: float
 ) -> tuple[list[Any], list[Any]]:
     """Enqueues parts, and traffic from the start of one once a whole part was free of it on all
     sides. Returns the moments of the blocks, and of the replays of each round."""
@@ -126,7 +126,7 @@ def _rounds(
     return marks, traffic
 
 
-def _beside(side: GraphSide, t: Traffic, gemms: _Gemms) -> float:
+def _beside(side: Side, t: Traffic, gemms: _Gemms) -> float:
     """Returns the ms of the slowest replay beside GEMMs."""
     side.barrier()
     tried: list[Any] = []

@@ -13,7 +13,7 @@ import torch
 from .. import libraries
 from ..libraries import BIG, Call, Way
 from ..report import percentile
-from .side import GraphSide
+from ..team import Side
 
 POISON = 0xFF  # no byte of a pattern
 PARTS = 6  # of the replays of af
@@ -23,14 +23,19 @@ Sizes = Sequence[tuple[int, int]]
 """For each stage, the bytes that a worker sends to every server, and those of each answer."""
 
 
-def opened(side: GraphSide, sizes: Sizes, mode: str = "", by: str = "") -> list[Way]:
-    """Opens the ways of all stages: channels of fserver in a mode, or by another library. A worker
-    has the source [1, bytes] and the landing [servers, bytes], a server [workers, bytes] of both.
-    """
-    return theirs(side, by, sizes) if by else ours(side, mode, sizes)
+def opened(side: Side, sizes: Sizes, mode: str = "", by: str = "") -> list[Way]:
+    """Opens the ways of all stages: channels of fserver in a mode, or by another library, which a
+    process joins once. A worker has the source [1, bytes] and the landing [servers, bytes], a
+    server [workers, bytes] of both."""
+    if not by:
+        return ours(side, mode, sizes)
+    if side.library is None:
+        room = side.workers * sum(push + side.servers * pull for push, pull in sizes)
+        side.library = libraries.join(by, side, max(room, 2 * BIG), len(sizes))
+    return theirs(side, sizes)
 
 
-def ours(side: GraphSide, mode: str, sizes: Sizes) -> list[Way]:
+def ours(side: Side, mode: str, sizes: Sizes) -> list[Way]:
     """Opens channels of the node of this side."""
     found, peers = [], len(side.peers)
     for key, (push, pull) in enumerate(sizes):
@@ -41,14 +46,10 @@ def ours(side: GraphSide, mode: str, sizes: Sizes) -> list[Way]:
     return found
 
 
-def theirs(side: GraphSide, by: str, sizes: Sizes) -> list[Way]:
-    """Opens ways of another library, which a process joins once. Each is used once, on the current
-    stream: NCCL connects when it is first used, and no kernel is to be loaded while another one
-    waits."""
+def theirs(side: Side, sizes: Sizes) -> list[Way]:
+    """Opens ways of another library. Each is used once, on the current stream: NCCL connects when
+    it is first used, and no kernel is to be loaded while another one waits."""
     workers, servers, rank = side.workers, side.servers, side.rank
-    if side.library is None:
-        room = workers * sum(push + servers * pull for push, pull in sizes)
-        side.library = libraries.join(by, side, max(room, 2 * BIG), len(sizes))
     rest, found = side.library.memory, []
     for stage, (push, pull) in enumerate(sizes):
         ends = workers * push, workers * (push + servers * pull)
@@ -70,18 +71,11 @@ def theirs(side: GraphSide, by: str, sizes: Sizes) -> list[Way]:
     return found
 
 
-def pattern(count: int, sender: int, stage: int, check: int, device: Any) -> torch.Tensor:
-    """So many bytes of a sender, a stage and a check."""
-    values = torch.arange(count, dtype=torch.int32, device=device)
-    values.mul_(7).add_(101 * sender + 17 * stage + 31 * check)
-    return values.remainder_(251).to(torch.uint8)
-
-
 class Traffic:
     """Round trips of all stages, `layers` times, with nothing in between. A worker sends first.
     `streams` is "one" for all, or "two", of which one is for what is sent."""
 
-    def __init__(self, side: GraphSide, ways: Sequence[Way], layers: int, streams: str = "one"):
+    def __init__(self, side: Side, ways: Sequence[Way], layers: int, streams: str = "one"):
         self.side, self.ways, self.layers = side, ways, layers
         self.per = layers * len(ways)
         self.main = side.stream(-1)
@@ -181,7 +175,10 @@ class Traffic:
         return bad
 
     def _bytes(self, like: torch.Tensor, sender: int, stage: int) -> torch.Tensor:
-        return pattern(like.shape[-1], sender, stage, self.checks, like.device)
+        """The bytes of a sender, a stage and a check."""
+        values = torch.arange(like.shape[-1], dtype=torch.int32, device=like.device)
+        values.mul_(7).add_(101 * sender + 17 * stage + 31 * self.checks)
+        return values.remainder_(251).to(torch.uint8)
 
     def meet(self) -> None:
         """Raises the error of a channel, if it has one."""
@@ -208,7 +205,7 @@ class Model(Traffic):
     a layer is wrong in the end.
     """
 
-    def __init__(self, side: GraphSide, ways: Sequence[Way], layers: int, streams: str = "one"):
+    def __init__(self, side: Side, ways: Sequence[Way], layers: int, streams: str = "one"):
         super().__init__(side, ways, layers, streams)
         self.turn = torch.zeros((), dtype=torch.int32, device=side.device)
         addends = torch.arange(layers * side.servers * 2, dtype=torch.int32, device=side.device)
@@ -258,7 +255,7 @@ class Model(Traffic):
 
 
 def af(
-    side: GraphSide, layers: int, sizes: Sizes, replays: int, streams: str, **which: str
+    side: Side, layers: int, sizes: Sizes, replays: int, streams: str, **which: str
 ) -> dict[str, Any]:
     """Times replays in PARTS parts, each of which begins with a checked one."""
     t = Model(side, opened(side, sizes, **which), layers, streams)

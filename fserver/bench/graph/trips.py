@@ -1,11 +1,10 @@
 """Round trips of one channel between a worker and a server, and large messages, for `fserver bench
-graph trips`: of ours, of other libraries, of plain copies, and of a program in CUDA."""
+graph trips`: of ours, of other libraries, and of a program in CUDA."""
 
 import argparse
 import gc
 import itertools
 import json
-import os
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -16,8 +15,8 @@ import torch
 from ..baseline import compiled
 from ..errors import BenchError
 from ..libraries import BIG
-from ..report import Figures, figures, gigabytes_per_second
-from .side import GraphSide
+from ..report import figures
+from ..team import Side
 from .traffic import Row, Traffic, opened
 
 TRANSPORTS = ("cma", "tcp")  # that carry a channel of mode host
@@ -54,7 +53,7 @@ def _micros(times: list[int], per: int, prefix: str = "") -> Found:
 
 
 def trips(
-    side: GraphSide, push: int, pull: int, how: str, runs: int, mode: str = "", by: str = ""
+    side: Side, push: int, pull: int, how: str, runs: int, mode: str = "", by: str = ""
 ) -> Found:
     """Times round trips as `how` says: "graph xN", "enqueued xN"."""
     kind, _, count = how.partition(" x")
@@ -66,49 +65,15 @@ def trips(
     found |= _micros(_time(t, runs, by_gpu=True), layers, "gpu_")
     wrong += t.checked()
     t.close()
-    speed = round(gigabytes_per_second(push + pull, found["p50_us"]), 3)
+    speed = round((push + pull) / found["p50_us"] / 1e3, 3)
     return {**found, "gb_per_s": speed, "wrong": wrong}
 
 
-def copies(*directions: tuple[int, int]) -> Figures:
-    """Times what the copy engine moves between GPUs of this process, in all these directions at
-    once: the figures of 64 MiB. Two copies of a direction are in flight on streams of their own,
-    because torch makes both GPUs' streams wait for each other around a copy between them."""
-    count, samples, pairs = 60, [], []
-    for a, b in directions * 2:
-        source = torch.zeros(BIG, dtype=torch.uint8, device=f"cuda:{a}")
-        landing = torch.zeros_like(source, device=f"cuda:{b}")
-        pairs.append((source, landing, torch.cuda.Stream(a), torch.cuda.Stream(b)))
-    for _ in range(9):
-        started = time.perf_counter_ns()
-        for _ in range(count):
-            for source, landing, here, there in pairs:
-                with torch.cuda.stream(there), torch.cuda.stream(here):
-                    landing.copy_(source, non_blocking=True)
-        for gpu in directions[0]:
-            torch.cuda.synchronize(gpu)
-        samples.append((time.perf_counter_ns() - started) // (2 * count))
-    return figures(samples[1:])  # the first one is slow
-
-
-def wire(side: GraphSide, by: str) -> Found:
-    """Times plain copies of 64 MiB between both GPUs, by one process."""
-    found = {}
-    if side.is_worker:
-        found = {k: round(v, 2) for k, v in copies((0, 1)).items()}
-        found["both_ways_p50_us"] = round(copies((0, 1), (1, 0))["p50_us"], 2)
-        found["gb_per_s"] = round(gigabytes_per_second(BIG, found["p50_us"]), 1)
-    side.barrier()
-    return {**found, "wrong": 0}
-
-
-def raw(side: GraphSide, by: str) -> Found:
+def raw(side: Side, by: str) -> Found:
     """Returns the rows that rawchannel.cu prints."""
     rows = []
     if side.is_worker:
-        major, minor = torch.cuda.get_device_capability(side.device)
-        options = ["-O3", f"-arch=sm_{major}{minor}"]
-        program = str(compiled("rawchannel.cu", [os.environ.get("NVCC", "nvcc"), *options]))
+        program = compiled("rawchannel.cu")
         done = subprocess.run([program], capture_output=True, text=True, timeout=20)
         if done.returncode:
             raise BenchError(f"rawchannel: status {done.returncode}: {done.stdout}{done.stderr}")
@@ -121,8 +86,8 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
     runs, big = args.runs, (MIB if args.dry else BIG, ANSWER)
     few = max(3, min(runs, 500) // 10)  # of what takes milliseconds
     limit = 40 + runs * 0.005
-    yield wire, {"by": "wire"}, 40
-    yield raw, {"by": "raw"}, 120
+    if not args.dry:
+        yield raw, {"by": "raw"}, 120
     for mode in args.modes:
         plans = [("graph x200", max(3, runs // 5)), ("graph x20", runs), ("enqueued x20", runs)]
         ways: list[Found] = [{"mode": mode}]
