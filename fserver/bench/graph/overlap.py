@@ -19,16 +19,6 @@ from .traffic import Model, Row, Sizes, Traffic, opened
 BLOCKS = 8  # of GEMMs, of a part
 AHEAD = 3  # parts that are enqueued
 STEADY = 0.003  # GEMMs before and after a part differ by no more, else the clock has changed
-PAUSE = 50_000  # cycles
-
-
-class Pauses(Traffic):
-    """No traffic, but as many pauses as the traffic has round trips: shows the error of the
-    measurement."""
-
-    def body(self) -> None:
-        for _ in range(self.layers):
-            torch.cuda._sleep(PAUSE)
 
 
 class _Gemms:
@@ -76,18 +66,12 @@ def overlap(
     beside some parts of it. Each part is so many blocks, and lasts ms or, where that is longer, as
     long as three replays of the traffic. `limits`: size, rounds, ms and seconds."""
     size, rounds, ms, seconds = limits
-    if which.get("mode") == "none":
-        t: Traffic = Pauses(side, [], layers * len(sizes))
-    else:
-        t = (Model if compute else Traffic)(side, opened(side, sizes, **which), layers, streams)
+    t = (Model if compute else Traffic)(side, opened(side, sizes, **which), layers, streams)
     t.capture()
     quiet = max(side.exchange(median(t.timed(5))))
+    ms = max(ms, 3 * quiet)
     gemms = _Gemms(side, size, ms)
-    slowest = _beside(side, t, gemms)
-    if 3 * slowest > ms:
-        ms = 3 * slowest
-        gemms = _Gemms(side, size, ms)
-    replays = 1 + max(2, math.floor(ms / slowest))
+    replays = 1 + math.floor(ms / quiet)
     marks, traffic = _rounds(side, t, gemms, replays, rounds, seconds)
     t.meet()
     with torch.cuda.stream(t.main):
@@ -126,19 +110,6 @@ def _rounds(
     return marks, traffic
 
 
-def _beside(side: Side, t: Traffic, gemms: _Gemms) -> float:
-    """Returns the ms of the slowest replay beside GEMMs."""
-    side.barrier()
-    tried: list[Any] = []
-    gemms.part(tried)
-    loaded = t.run(4)
-    while not loaded[-1][1].query():  # else the last ones have the GPU for themselves
-        gemms.part(tried)
-        tried[-BLOCKS].synchronize()
-    side.sync()
-    return float(max(side.exchange(max(begin.elapsed_time(end) for begin, end in loaded[1:]))))
-
-
 def compared(at: list[float], traffic: list[list[Any]], dry: bool) -> list[dict[str, Any]]:
     """By how much GEMMs were slowed in each round: blocks that traffic surely was beside, compared
     with at most as many as a part has before and after it that none was beside. Dry, nothing runs
@@ -153,14 +124,13 @@ def compared(at: list[float], traffic: list[list[Any]], dry: bool) -> list[dict[
     def took(least: float, most: float) -> list[float]:
         return [e - b for b, e in pairwise(at) if dry or least <= b and e <= most]
 
-    for (first, met, last), begins, one in zip(spans, nexts, traffic, strict=True):
+    for (first, met, last), begins in zip(spans, nexts, strict=True):
         parts = took(ended, first)[-BLOCKS:], took(met, last), took(last, begins)[:BLOCKS]
         ended = last
         if all(parts):
             before, inside, after = map(median, parts)
             row = {"slowed": inside / ((before + after) / 2) - 1, "noise": after / before - 1}
-            replay = median(end - begin for begin, end in one[1:])
-            rows.append({**row, "blocks": [len(part) for part in parts], "traffic_ms": replay})
+            rows.append({**row, "blocks": [len(part) for part in parts]})
     return rows
 
 
@@ -168,8 +138,7 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of overlap; what is most likely to fail comes last."""
     limits = args.size, args.rounds, args.ms, args.seconds
     run = partial(overlap, layers=args.layers, sizes=args.sizes, limits=limits)
-    kinds: list[dict[str, Any]] = [] if args.dry else [{"mode": "none"}]
-    kinds += [{"mode": mode, "compute": by} for by in (False, True) for mode in args.modes]
+    kinds = [{"mode": mode, "compute": by} for by in (False, True) for mode in args.modes]
     kinds += [{"by": by, "compute": True, "streams": "two"} for by in args.beside]
     for what in kinds:
         yield run, what, 2 * args.seconds + 40
@@ -181,26 +150,10 @@ def summary(results: Sequence[Any], args: argparse.Namespace) -> list[dict[str, 
         [x["slowed"] for x in r["rounds"] if args.dry or abs(x["noise"]) <= STEADY] for r in results
     ]
     if not all(steady):
-        raise BenchError(
-            "no round has GEMMs beside traffic, and others apart from it that are within "
-            f"{STEADY:.1%} of each other: there are {[len(r['rounds']) for r in results]} rounds, "
-            f"a part takes {results[0]['part_ms']:.0f} ms and a replay {results[0]['quiet_ms']:.1f}"
-            " ms (without rounds: longer parts, --ms, unless GEMMs stand still beside the traffic;"
-            " else more --rounds and --seconds, as the clock changes)"
-        )
-    worst, slowed = max(steady, key=median), [round(100 * median(x), 2) for x in steady]
-    every = [(x, r["quiet_ms"]) for r in results for x in r["rounds"]]
-    return [
-        {
-            "gemms_slowed_percent": max(slowed),
-            "between": [round(100 * limit, 2) for limit in median_interval(worst)],
-            "of_each_gpu": slowed,
-            "noise_percent": round(100 * median(abs(x["noise"]) for x, _ in every), 2),
-            "traffic_slowed_percent": round(
-                100 * median(x["traffic_ms"] / quiet - 1 for x, quiet in every), 1
-            ),
-            "rounds": len(worst),
-            "of": max(len(r["rounds"]) for r in results),
-            "sides": results,
-        }
-    ]
+        rounds = [len(r["rounds"]) for r in results]
+        raise BenchError(f"no steady round, of {rounds} (longer --ms, else more --rounds)")
+    worst = max(steady, key=median)
+    found: dict[str, Any] = {"gemms_slowed_percent": round(100 * median(worst), 2)}
+    found["between"] = [round(100 * limit, 2) for limit in median_interval(worst)]
+    of = max(len(r["rounds"]) for r in results)
+    return [{**found, "rounds": len(worst), "of": of, "sides": results}]
