@@ -35,11 +35,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fserver.bench import report
 from fserver.ringx import positions, ringx_attention
 from fserver.ringx.algorithms import ALGORITHMS
 from fserver.ringx.ranks import ranks_of
 
 WARM = 5  # calls
+TABLE = ("way", "tokens", "forward_ms", "forward_of_ideal", "both_ms", "both_of_ideal")
 NAMES = ("cudnn", "flash", "efficient")
 KERNELS = {name: getattr(SDPBackend, f"{name.upper()}_ATTENTION") for name in NAMES}
 
@@ -143,7 +145,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> list[dict[str,
         ideal: dict[str, float] = {}
         for way in ways(causal, tokens, device):
             if wanted is None or way.name in wanted:
-                with sdpa_kernel(KERNELS[options.kernel]) if on_gpu else nullcontext():
+                with sdpa_kernel(KERNELS["cudnn"]) if on_gpu else nullcontext():
                     rows.append(measure_one(options, way, whole, causal, ideal))
                 say(json.dumps(rows[-1]))
                 torch.cuda.empty_cache()
@@ -185,17 +187,8 @@ def measure_one(
             if "copies" in way.name and (window := ranks_of(None).kept.window):
                 row["window_gb"] = window.size / 1e9  # beside the peaks, kept since then
     except Exception as error:
-        row["failed"] = f"{type(error).__name__}: {str(error)[:500]}"
+        row["skipped"] = f"{type(error).__name__}: {str(error)[:500]}"
     return row
-
-
-def summary(rows: list[dict[str, Any]]) -> None:
-    """A table of milliseconds and percents of the ideal."""
-    say(f"table {'way':<16}{'tokens':>8}{'forward':>10}{'ideal':>7}{'both':>10}{'ideal':>7}")
-    for row in rows:
-        pairs = [(row.get(f"{n}_ms", 0), row.get(f"{n}_of_ideal", 0)) for n in ("forward", "both")]
-        cells = "".join(f"{ms:10.3f}{share:7.1%}" for ms, share in pairs)
-        say(f"table {row['way']:<16}{row['tokens']:>8}{cells}  {row.get('failed', '')}")
 
 
 def say(text: str) -> None:
@@ -210,7 +203,6 @@ def main() -> None:
     add("--tokens", default="8K,32K,64K,128K,256K", help="of the whole sequence; 8K is 8,192")
     add("--mask", choices=("causal", "full", "both"), default="causal")
     add("--ways", help="only these, by name, with commas")
-    add("--kernel", choices=[*KERNELS], default="cudnn")
     add("--iterations", type=int, default=20)
     add("--graph", action="store_true", help="times replays of a CUDA graph of each call")
     options = parser.parse_args()
@@ -225,14 +217,15 @@ def main() -> None:
     machine = {
         "torch": torch.__version__,
         "environment": {name: text for name, text in os.environ.items() if "NCCL_" in name},
-        "command": sys.argv[1:],
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "nccl": torch.cuda.nccl.version() if on_gpu else None,
     }
     rows = measure(options, device)
-    summary(rows)
+    say(f"table {report.header(TABLE)}")
+    for row in rows:
+        say(f"table {report.line(TABLE, {**dict.fromkeys(TABLE), **row})}")
     if options.json and dist.get_rank() == 0:
-        Path(options.json).write_text(json.dumps({"rows": rows, "machine": machine}, indent=1))
+        report.save(options.json, {"rows": rows, "machine": machine})
     dist.barrier()
     dist.destroy_process_group()
 
