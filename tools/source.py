@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -12,38 +11,14 @@ import needs
 LINK = re.compile(r"(?<!\w)!?\[((?:[^\[\]]|!\[[^\]]*\]\([^)]*\))*)\]\((?![a-z]+:|#)([^)\s]+)\)")
 
 
-def modules() -> set[str]:
-    """The Go modules that the engine is built from, on any processor that wheels are built for."""
-    of = "-f={{with .Module}}{{if not .Main}}{{.Path}}{{end}}{{end}}"
-    return {
-        name
-        for processor in ("amd64", "arm64")
-        for name in _go("list", "-deps", of, "./engine/cabi", GOARCH=processor).split()
-    }
-
-
-def _go(*arguments: str, **more: str) -> str:
-    env = {**os.environ, "GOTOOLCHAIN": "local", "CGO_ENABLED": "1", **more}
-    command = [needs.find_go(), *arguments]
-    done = subprocess.run(command, cwd=needs.ROOT, env=env, capture_output=True, text=True)
-    if done.returncode:
-        raise needs.BuildError(f"go {arguments[0]}: {done.stderr.strip()}")
-    return done.stdout
-
-
 def complete(tree: Path) -> None:
     """Adds the commit, and the Go modules that the engine is built from, to an unpacked source
     distribution."""
     (tree / "COMMIT").write_text(f"{builder.commit()}\n")
-    vendor = tree / "vendor"
-    if vendor.is_dir():
-        return  # this is made from a source distribution
-    _go("mod", "vendor", "-o", str(vendor.absolute()))
-    # Modules that only tests need are removed. modules.txt, which Go compares with go.mod, keeps
-    # naming them.
-    named = re.findall(r"^# (\S+) v", (vendor / "modules.txt").read_text(), re.MULTILINE)
-    for module in set(named) - modules():
-        shutil.rmtree(vendor / module, ignore_errors=True)
+    command, env = [needs.ROOT / "tools/vendor.sh", tree], {**os.environ, "GO": needs.find_go()}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise needs.BuildError(f"go mod vendor: {done.stderr.strip()}")
 
 
 def long_description(readme: str) -> str:

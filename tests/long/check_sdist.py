@@ -19,7 +19,6 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import builder  # noqa: E402
 import needs  # noqa: E402
-import source  # noqa: E402
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
@@ -56,7 +55,8 @@ def test_contents(tree: Path) -> None:
         assert name in found
     assert "integrations/ringx_attn/ringX_attn/ringX3_attn.py" in found
     assert (tree / "COMMIT").read_text().strip() == builder.commit()
-    modules = {f"vendor/{module}" for module in source.modules()}
+    listed = run(ROOT / "tools/vendor.sh", "--list", GO=needs.find_go())
+    modules = {f"vendor/{module}" for module in listed.split()}
     inside = {name for name in found if name.startswith("vendor/")} - {"vendor/modules.txt"}
     assert all(any(name.startswith(f"{m}/") for name in inside) for m in modules)
     assert not [name for name in inside if not any(name.startswith(f"{m}/") for m in modules)]
