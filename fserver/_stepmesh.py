@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from fserver.node import Node
 from fserver.server import Server
 from fserver.worker import Worker
 
@@ -28,3 +30,34 @@ class StepmeshServer(Server):
     def _make(self, extension: ModuleType, lines: list[str]) -> _C.Server:
         node: _C.Server = extension.StepmeshServer(lines)
         return node
+
+
+class Fast:
+    """Puts the methods of the extension in the place of functions with their names, where callers
+    look them up at each call. Saves two frames of Python, 0.15 us a call. What callers have put
+    there themselves stays.
+
+    Args:
+        spaces: the namespaces that have the functions.
+    """
+
+    def __init__(self, spaces: Iterable[dict[str, Any]]) -> None:
+        self._spaces = list(spaces)
+        names = {*StepmeshWorker._methods, *StepmeshServer._methods}
+        self._functions = {name: self._spaces[-1][name] for name in names}
+        self._methods: dict[str, Any] = {}  # that are in their place
+
+    def bind(self, node: Node) -> None:
+        for name in node._methods:
+            self._methods[name] = getattr(node, name)
+            self._replace(name, self._functions[name], self._methods[name])
+
+    def unbind(self) -> None:
+        while self._methods:
+            name, method = self._methods.popitem()
+            self._replace(name, method, self._functions[name])
+
+    def _replace(self, name: str, old: Any, new: Any) -> None:
+        for space in self._spaces:
+            if space.get(name) is old:
+                space[name] = new
