@@ -158,7 +158,7 @@ def test_forked_beside_a_load() -> None:
 def test_missing_extension(tmp_path: Path) -> None:
     package = tmp_path / "fserver"
     package.mkdir()
-    again = re.escape("pip install --no-deps --force-reinstall fserver`")
+    again = re.escape("pip install --no-deps --force-reinstall` with the wheel of fserver")
     with pytest.raises(ImportError, match=f"has not been built .run `.*{again}"):
         _loader.check(package)
     (tmp_path / "setup.py").touch()
