@@ -337,7 +337,7 @@ def test_report_of_a_model_with_penalties(folder, tmp_path, monkeypatch, capsys)
     it is compared with."""
     shutil.copytree(folder, tmp_path / "model")
     wish = transformers.GenerationConfig.from_pretrained(folder)
-    wish.update(repetition_penalty=2.0, no_repeat_ngram_size=1)
+    wish.update(repetition_penalty=2.0, suppress_tokens=[*range(0, 256, 2)])
     wish.save_pretrained(tmp_path / "model")
     monkeypatch.setattr(demo.run, "main", functools.partial(stand_in, tmp_path / "model"))
     assert demo.main([f"--model={tmp_path / 'model'}", "--max-new-tokens=5", "--prompt=a"]) == 0
