@@ -11,8 +11,12 @@ import (
 // rings says whether fd becomes readable within limit.
 func rings(fd int, limit time.Duration) bool {
 	fds := [...]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
-	n, _ := unix.Poll(fds[:], int(limit/time.Millisecond))
-	return n > 0
+	for end := time.Now().Add(limit); ; {
+		n, err := unix.Poll(fds[:], int(max(0, time.Until(end)/time.Millisecond)))
+		if err != unix.EINTR { // as Go's own signals give
+			return n > 0
+		}
+	}
 }
 
 // TestTimer: a timer that is set rings once, and one that is stopped before does not.
