@@ -45,6 +45,7 @@ class _Watch:
             raise
         weakref.finalize(self, _release, self._node, self._number, self._fd).atexit = False
         self._waiting: dict[asyncio.Future[None], int] = {}
+        self._look: asyncio.TimerHandle | None = None  # see _leave
         loop.add_reader(self._fd, self._ready)
 
     @contextlib.contextmanager
@@ -76,21 +77,25 @@ class _Watch:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
         node = self._node()
-        self._leave(1.0)
+        self._leave()
         if self._waiting:
             self._set_ended(node)
             if any(not future.done() for future in self._waiting):
                 armed = self._arm()
                 self._set_ended(node if armed else None)  # it may have come before
 
-    def _leave(self, again: float = 0) -> None:
-        """Leaves the loop if the node is closed. The engine rings just before the node says so:
-        again has it looked at once more, after so many seconds."""
+    def _leave(self, later: float = 1.0) -> None:
+        """Leaves the loop if the node is closed. The engine rings just before the node says so, so
+        it is looked at again after 1 s, and after 10 s more."""
         loop, node = asyncio.get_running_loop(), self._node()
         if node is None or node.closed:
             loop.remove_reader(self._fd)
-        elif again and not self._waiting:
-            loop.call_later(again, self._leave, 10 * again if again < 10 else 0)
+        elif later and self._look is None:
+            self._look = loop.call_later(later, self._look_again, 10.0 if later < 10 else 0.0)
+
+    def _look_again(self, later: float) -> None:
+        self._look = None
+        self._leave(later)
 
     def _set_ended(self, node: Any) -> None:
         """Wakes the coroutines whose tickets have ended; without a node, all."""

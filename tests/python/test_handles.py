@@ -385,12 +385,17 @@ def test_a_loop_lets_go_of_nodes_that_stop(cluster: MakeCluster) -> None:
     async def work() -> None:
         loop = asyncio.get_running_loop()
         readers = len(loop._selector.get_map())  # type: ignore[attr-defined]
-        for _ in range(3):
+        for turn in range(4):
             pair = cluster()
             handle, _ = ask(pair.worker)
             await serve_async(pair.server, 1)
             await handle
+            waits = asyncio.ensure_future(pair.server.get_batch_async())
+            await asyncio.sleep(0.02)
+            if turn % 2:
+                waits.cancel()
             await asyncio.to_thread(pair.close)
+            await asyncio.gather(waits, return_exceptions=True)
         end = time.monotonic() + LIMIT
         while len(loop._selector.get_map()) > readers:  # type: ignore[attr-defined]
             assert time.monotonic() < end
