@@ -45,7 +45,7 @@ class _Watch:
             raise
         weakref.finalize(self, _release, self._node, self._number, self._fd).atexit = False
         self._waiting: dict[asyncio.Future[None], int] = {}
-        self._look: asyncio.TimerHandle | None = None  # see _leave
+        self._looks = False  # a timer of _leave runs; its handle would make a cycle
         loop.add_reader(self._fd, self._ready)
 
     @contextlib.contextmanager
@@ -90,11 +90,12 @@ class _Watch:
         loop, node = asyncio.get_running_loop(), self._node()
         if node is None or node.closed:
             loop.remove_reader(self._fd)
-        elif later and self._look is None:
-            self._look = loop.call_later(later, self._look_again, 10.0 if later < 10 else 0.0)
+        elif later and not self._looks:
+            self._looks = True
+            loop.call_later(later, self._look_again, 10.0 if later < 10 else 0.0)
 
     def _look_again(self, later: float) -> None:
-        self._look = None
+        self._looks = False
         self._leave(later)
 
     def _set_ended(self, node: Any) -> None:
