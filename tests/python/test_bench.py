@@ -358,9 +358,10 @@ def test_groups(tmp_path, capsys):
     for row in rows:
         each = row["p50_us"] / row["groups"]
         assert row["per_request_us"] == pytest.approx(each, abs=0.001)
-        assert row["gbps"] == pytest.approx(8.192 / each, rel=0.01)
+        # GB/s has four digits behind the point: little of it is left on a busy machine.
+        assert row["gbps"] == pytest.approx(8.192 / each, rel=0.01, abs=row["groups"] * 0.00005)
         if row["ratio"]:
-            assert row["ratio"] == pytest.approx(each / row["baseline_p50_us"], rel=0.01)
+            assert row["ratio"] == pytest.approx(each / row["baseline_p50_us"], rel=0.01, abs=1e-4)
 
 
 @pytest.mark.parametrize(
