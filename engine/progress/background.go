@@ -20,7 +20,7 @@ func (d *Driver) background() {
 		now := trace.Now()
 		idle := time.Duration(now - d.driven.Load())
 		switch {
-		case d.callers.Load() > 0 && d.sleeping.Load():
+		case d.callers.Load() > 0 && d.sleeping():
 			tick = restTick
 			d.stepAside()
 		case d.callers.Load() > 0 || idle < restTick && !d.watched() && !d.work.Held():
@@ -118,8 +118,7 @@ func (d *Driver) idle() {
 	if d.busy() {
 		return
 	}
-	if d.sleeping.CompareAndSwap(false, true) {
-		d.resting.Store(true) // now that it is true
+	if d.sleeper.CompareAndSwap(nobody, atRest) {
 		d.asleep(never, d.longest)
 	} else {
 		d.rearm() // our last pass may have taken what was to wake the caller

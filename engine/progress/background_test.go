@@ -90,13 +90,13 @@ func TestStepAside(t *testing.T) {
 	d, f := newFake(t, Settings{})
 	d.stepAside()
 	require.Zero(t, f.arms.Load())
-	d.sleeping.Store(true)
+	d.sleeper.Store(aCaller)
 	d.callers.Add(1)
 	d.nudge.ring() // it does not nap
 	d.stepAside()
 	require.EqualValues(t, 1, f.arms.Load())
 	require.False(t, d.dozing.Load())
-	d.sleeping.Store(false)
+	d.sleeper.Store(nobody)
 	d.callers.Store(0)
 }
 
@@ -104,7 +104,7 @@ func TestStepAside(t *testing.T) {
 // the one who does, as nobody would wake the caller then; and it does not park, where it would not see the caller leave.
 func TestIdleBesideACaller(t *testing.T) {
 	d, f := newFake(t, Settings{})
-	d.sleeping.Store(true)
+	d.sleeper.Store(aCaller)
 	f.stage = func(at string) {
 		if at == "Arm" {
 			require.True(t, d.others(), "it is woken when something has ended")
@@ -113,7 +113,7 @@ func TestIdleBesideACaller(t *testing.T) {
 	d.idle()
 	require.EqualValues(t, 1, f.arms.Load())
 	require.Equal(t, State{Sleeping: true}, d.State())
-	d.sleeping.Store(false)
+	d.sleeper.Store(nobody)
 }
 
 // TestBackgroundNapsBesideAPost: while somebody has the token for long, as a thread that posts to a NIC that does its
@@ -124,7 +124,7 @@ func TestBackgroundNapsBesideAPost(t *testing.T) {
 	f.reaches(State{Sleeping: true, Resting: true})
 	require.True(t, d.Own())
 	d.Stir() // its sleep ends, and it finds the token taken
-	require.Eventually(t, func() bool { return !d.sleeping.Load() }, 30*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return !d.sleeping() }, 30*time.Second, time.Millisecond)
 	time.Sleep(10 * time.Millisecond) // it yields for 20 µs
 	looks := f.looks.Load()
 	time.Sleep(200 * time.Millisecond)

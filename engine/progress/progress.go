@@ -77,11 +77,10 @@ type Driver struct {
 	helpers atomic.Int32 // goroutines of help, and calls between Enter and Leave
 	_       cpu.CacheLinePad
 
-	sleeping atomic.Bool // somebody sleeps on the descriptors, or is about to
-	resting  atomic.Bool // it is the background goroutine
-	dozing   atomic.Bool // the background goroutine naps for long, while a caller sleeps
-	stopped  atomic.Bool
-	sleeps   atomic.Uint64
+	sleeper atomic.Int32 // who sleeps on the descriptors, or is about to: nobody, aCaller or atRest
+	dozing  atomic.Bool  // the background goroutine naps for long, while a caller sleeps
+	stopped atomic.Bool
+	sleeps  atomic.Uint64
 
 	mu     sync.Mutex
 	parked []*parking
@@ -187,8 +186,20 @@ type State struct {
 
 // State returns who waits.
 func (d *Driver) State() State {
-	return State{int(d.callers.Load()), int(d.count.Load()), int(d.running.Load()), d.sleeping.Load(), d.resting.Load()}
+	sleeper := d.sleeper.Load()
+	return State{int(d.callers.Load()), int(d.count.Load()), int(d.running.Load()), sleeper != nobody, sleeper == atRest}
 }
+
+// Who sleeps on the descriptors. A single word says it: who finds the background goroutine there takes them
+// over, and who finds a caller there parks until that one leaves.
+const (
+	nobody  int32 = iota
+	aCaller       // inside Await
+	atRest        // the background goroutine, or the poller
+)
+
+// sleeping reports whether somebody sleeps on the descriptors, or is about to.
+func (d *Driver) sleeping() bool { return d.sleeper.Load() != nobody }
 
 // Settings returns how the Driver waits.
 func (d *Driver) Settings() Settings { return d.settings }

@@ -66,7 +66,7 @@ func (d *Driver) post() {
 	if d.armed.Load() > 0 && d.work.News() {
 		d.alarm(false)
 	}
-	switch sleeps := d.sleeping.Load(); {
+	switch sleeps := d.sleeping(); {
 	case !sleeps && (d.callers.Load() > 0 || d.settings.Thread) || !d.work.Unsent() && !d.work.Held():
 	case sleeps:
 		d.kick.ring()
@@ -78,7 +78,7 @@ func (d *Driver) post() {
 // Stir has another thread make a pass soon: the one that sleeps, or else the background goroutine. For the
 // owner. A thread that goes to sleep after Stir has looked for a sleeper asks the descriptors first.
 func (d *Driver) Stir() {
-	if d.sleeping.Load() {
+	if d.sleeping() {
 		d.kick.ring()
 	} else {
 		d.nudge.ring()

@@ -259,13 +259,15 @@ func TestPost(t *testing.T) {
 		d, f := newFake(t, Settings{Thread: c.thread})
 		f.unsent.Store(c.unsent)
 		f.held.Store(c.held)
-		d.sleeping.Store(c.sleeping)
+		if c.sleeping {
+			d.sleeper.Store(aCaller)
+		}
 		if c.calling {
 			d.callers.Add(1)
 		}
 		f.submit(func() {})
 		require.Equal(t, c.want, left{d.kick.rung.Load(), d.soon.pending.Load()}, c.name)
-		d.sleeping.Store(false)
+		d.sleeper.Store(nobody)
 		d.callers.Store(0)
 	}
 }
@@ -275,10 +277,10 @@ func TestStir(t *testing.T) {
 	d, _ := newFake(t, Settings{})
 	d.Stir()
 	require.Equal(t, []bool{false, true}, []bool{d.kick.hush(), d.nudge.hush()})
-	d.sleeping.Store(true)
+	d.sleeper.Store(aCaller)
 	d.Stir()
 	require.Equal(t, []bool{true, false}, []bool{d.kick.hush(), d.nudge.hush()})
-	d.sleeping.Store(false)
+	d.sleeper.Store(nobody)
 }
 
 // TestDue: the time of Schedule comes, and Disown asks for the next.

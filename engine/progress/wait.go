@@ -44,7 +44,7 @@ func (d *Driver) Await(met func() bool, limit time.Duration, spin bool) bool {
 			if !d.settings.Thread {
 				d.soon.set(callerComes)
 			}
-			if d.sleeping.Load() { // the sleeper does not know of this work
+			if d.sleeping() { // the sleeper does not know of this work
 				d.kick.ring()
 			}
 		}
@@ -111,11 +111,11 @@ func (d *Driver) rest(met func() bool, limit time.Duration) (interrupted bool) {
 	if d.busy() {
 		return false
 	}
-	if d.sleeping.CompareAndSwap(false, true) {
+	if d.sleeper.CompareAndSwap(nobody, aCaller) {
 		return d.asleep(met, limit)
 	}
 	d.rearm()
-	if d.resting.Load() { // the background goroutine has the descriptors: take them over
+	if d.sleeper.Load() == atRest { // the background goroutine has the descriptors: take them over
 		d.kick.ring()
 		runtime.Gosched()
 		yield()
@@ -137,13 +137,10 @@ func (d *Driver) busy() bool {
 	return true
 }
 
-// asleep sleeps on the descriptors. Its caller has just set sleeping.
+// asleep sleeps on the descriptors. Its caller is the sleeper.
 func (d *Driver) asleep(met func() bool, limit time.Duration) (interrupted bool) {
-	defer func() {
-		d.resting.Store(false) // first: the next one who sleeps may be a caller
-		d.sleeping.Store(false)
-	}()
-	// Before sleeping was set, another thread may have ended what we wait for without seeing us sleep.
+	defer d.sleeper.Store(nobody)
+	// Before there was a sleeper, another thread may have ended what we wait for without seeing us sleep.
 	if met() || d.work.Pending() {
 		return false
 	}
@@ -153,7 +150,7 @@ func (d *Driver) asleep(met func() bool, limit time.Duration) (interrupted bool)
 // rearm arms the descriptors for a sleeper. A Fabric that is polled tells nobody, so a thread that has
 // polled while somebody slept calls rearm when it stops.
 func (d *Driver) rearm() {
-	if d.sleeping.Load() && d.work.Arm() {
+	if d.sleeping() && d.work.Arm() {
 		d.ring(&d.kick)
 	}
 }
@@ -181,7 +178,7 @@ func (d *Driver) sleep(limit time.Duration) (interrupted bool) {
 func (d *Driver) park(met func() bool, limit time.Duration) {
 	k := d.parking(limit)
 	defer d.unpark(k)
-	if met() || !d.sleeping.Load() {
+	if met() || d.sleeper.Load() != aCaller { // only a caller that leaves wakes who is parked
 		return
 	}
 	select {
@@ -243,12 +240,12 @@ func (k *parking) rouse() {
 // others reports whether a caller sleeps or is parked, or a watch is armed. The caller that asks
 // does not sleep.
 func (d *Driver) others() bool {
-	return d.count.Load() > 0 || d.armed.Load() > 0 || d.sleeping.Load() && !d.resting.Load()
+	return d.count.Load() > 0 || d.armed.Load() > 0 || d.sleeper.Load() == aCaller
 }
 
 // wakeAll makes each thread that sleeps look again, and each event loop that has armed a watch.
 func (d *Driver) wakeAll() {
-	if d.sleeping.Load() {
+	if d.sleeping() {
 		d.kick.ring()
 	}
 	if d.armed.Load() > 0 {

@@ -82,11 +82,11 @@ func TestNoSleep(t *testing.T) {
 	f.arrives(func() {})
 	require.False(t, d.rest(never, time.Hour))
 	require.EqualValues(t, 3, d.Sleeps())
-	require.False(t, d.sleeping.Load())
+	require.False(t, d.sleeping())
 	d.park(never, time.Hour) // nobody sleeps
-	d.sleeping.Store(true)
+	d.sleeper.Store(aCaller)
 	d.park(func() bool { return true }, time.Hour)
-	d.sleeping.Store(false)
+	d.sleeper.Store(nobody)
 	d.Streams(1)
 	d.Stirred(trace.Now() + int64(time.Hour))
 	require.False(t, d.rest(never, time.Hour))
@@ -185,27 +185,27 @@ func TestRearm(t *testing.T) {
 func TestLeaving(t *testing.T) {
 	type told struct{ nudge, soon, kick bool }
 	for _, c := range []struct {
-		name                                     string
-		dozing, held, watched, resting, sleeping bool
-		thread, others                           bool
-		want                                     told
+		name                  string
+		dozing, held, watched bool
+		sleeper               int32
+		thread, others        bool
+		want                  told
 	}{
 		{name: "nothing to do"},
 		{name: "it naps for long", dozing: true, want: told{nudge: true}},
 		{name: "another caller drives", dozing: true, watched: true, others: true},
 		{name: "a watch is armed", watched: true, want: told{nudge: true}},
-		{name: "a watch is armed, and it sleeps", watched: true, resting: true},
+		{name: "a watch is armed, and it sleeps", watched: true, sleeper: atRest},
 		{name: "a watch is armed, and the poller drives", watched: true, thread: true},
 		{name: "something waits for a stream", held: true, want: told{soon: true}},
-		{name: "something waits for a stream, and another sleeps", held: true, sleeping: true, want: told{soon: true, kick: true}},
+		{name: "something waits for a stream, and another sleeps", held: true, sleeper: aCaller, want: told{soon: true, kick: true}},
 		{name: "something waits for a stream, and the poller drives", held: true, thread: true},
-		{name: "something waits for a stream, and the poller sleeps", held: true, thread: true, sleeping: true, want: told{kick: true}},
+		{name: "something waits for a stream, and the poller sleeps", held: true, thread: true, sleeper: atRest, want: told{kick: true}},
 	} {
 		d, f := newFake(t, Settings{Thread: c.thread})
 		d.dozing.Store(c.dozing)
 		f.held.Store(c.held)
-		d.resting.Store(c.resting)
-		d.sleeping.Store(c.sleeping)
+		d.sleeper.Store(c.sleeper)
 		if c.watched {
 			d.Streams(1)
 		}
@@ -215,7 +215,7 @@ func TestLeaving(t *testing.T) {
 		require.False(t, d.Await(never, 0, true))
 		require.Equal(t, c.want, told{d.nudge.rung.Load(), d.soon.pending.Load(), d.kick.rung.Load()}, c.name)
 		d.callers.Store(0)
-		d.sleeping.Store(false)
+		d.sleeper.Store(nobody)
 	}
 }
 

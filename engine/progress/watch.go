@@ -105,7 +105,7 @@ func (d *Driver) watched() bool { return d.armed.Load() > 0 || d.running.Load() 
 // unattended reports whether that is so and the background goroutine may be in a nap, so that nobody
 // would find it.
 func (d *Driver) unattended() bool {
-	return !d.settings.Thread && d.watched() && !d.resting.Load()
+	return !d.settings.Thread && d.watched() && d.sleeper.Load() != atRest
 }
 
 // rouse ends a nap of the background goroutine, unless the work has been shut. It does not take the

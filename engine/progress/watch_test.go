@@ -84,7 +84,9 @@ func TestArmDrives(t *testing.T) {
 		{nudged: true}, {thread: true}, {resting: true}, {calling: true},
 	} {
 		d, _ := newFake(t, Settings{Thread: c.thread})
-		d.resting.Store(c.resting)
+		if c.resting {
+			d.sleeper.Store(atRest)
+		}
 		if c.calling {
 			d.callers.Add(1)
 		}
