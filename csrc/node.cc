@@ -107,6 +107,8 @@ void Node::shut() {
   if (closed_ || forked.load()) // a forked child has no engine
     return;
   closed_ = true; // refuses new calls while this one waits
+  if (open_nodes == std::vector<fs_node>{id_})
+    end_waits(false); // a call may be in the driver, behind a stream that waits
   unlocked([&] { return fs_close(id_); });
   released();
 }

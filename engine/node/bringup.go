@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"maps"
 	"net"
-	"os"
 	"slices"
 	"sync"
 	"time"
@@ -28,13 +27,6 @@ import (
 	"fserver/engine/transport/stage"
 	"fserver/engine/wire"
 )
-
-// stderr is where the log goes. The descriptor is looked up at each line, so
-// that a caller who puts another file in its place is respected.
-type stderr struct{}
-
-func (stderr) Write(b []byte) (int, error) { return os.Stderr.Write(b) }
-func (stderr) Sync() error                 { return nil }
 
 // failures are the transports that could not be opened, by the names of their drivers.
 type failures map[string]error

@@ -6,14 +6,12 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"os"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
-	"go.uber.org/zap/zapcore"
 	"golang.org/x/sys/cpu"
 
 	"fserver/engine/channel"
@@ -167,18 +165,6 @@ func Open(settings []string, b *exchange.Buffers) (*Node, error) {
 		log.Warn(string(w))
 	}
 	return open(cfg, log, b, openFabrics, gpu.Open)
-}
-
-func logger(cfg *conf.Config) *zap.Logger {
-	level := [...]zapcore.Level{zap.ErrorLevel, zap.WarnLevel, zap.InfoLevel, zap.DebugLevel}[cfg.Log]
-	enc := zap.NewDevelopmentEncoderConfig()
-	enc.CallerKey, enc.StacktraceKey, enc.NameKey = "", "", "node"
-	core := zapcore.NewCore(zapcore.NewConsoleEncoder(enc), stderr{}, level)
-	name := cfg.Role.String()
-	if cfg.Role != conf.Scheduler && cfg.Rank != conf.NoRank {
-		name = fmt.Sprintf("%s %d", name, cfg.Rank)
-	}
-	return zap.New(core).Named(name)
 }
 
 func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabrics, devices gpu.Opener) (n *Node, err error) {

@@ -110,13 +110,20 @@ func (c *Conn) end(why error) {
 	}
 }
 
-// giveUp ends the wait for what the device has not given back.
+// giveUp ends the wait for what the device has not given back. A timer calls it.
 func (c *Conn) giveUp() {
-	c.f.Owned(func() {
-		if !c.destroying && !c.f.Closing {
-			c.late = true
-			c.f.visitLater(c)
-		}
+	f := c.f
+	if !f.Begin() {
+		return
+	}
+	defer f.End()
+	f.Task(func() { // where a panic is caught
+		f.Owned(func() {
+			if !c.destroying && !f.Closing {
+				c.late = true
+				f.visitLater(c)
+			}
+		})
 	})
 }
 
