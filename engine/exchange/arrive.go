@@ -96,7 +96,7 @@ func (s *Server) request(c *client, b []byte) error {
 		return s.refuse(c, r, wire.RefusedUnfit, r.refusal)
 	}
 	r.stamps[0] = s.found
-	r.state.Store(reqReady)
+	r.await()
 	s.route(c, r)
 	return nil
 }

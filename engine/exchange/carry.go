@@ -220,6 +220,7 @@ func (a *Answering) Arrived() (here, more bool, err error) {
 		a.handlers = append(a.handlers, r.handler)
 		a.arrivals.queues[i].pop()
 		r.stamps[trace.Delivered-trace.Received] = now
+		r.served()
 		r.state.Store(reqDelivered) // its buffers are not handed on: nobody but this has seen them
 	}
 	a.s.publish(a.arrivals)

@@ -24,6 +24,7 @@ type receiver struct {
 	token   transport.Key
 	granted bool // token is valid
 	handed  bool // the application has seen buffer id
+	waits   int  // tensors in it of requests that have not been delivered
 	buffers *Buffers
 	in      Memory // of one that is to be made: where its buffer is to lie; nil: it has one
 }
@@ -144,7 +145,7 @@ func (s *Server) provide(p *provision) error {
 func (s *Server) inUse(p *provision) error {
 	for i := range p.needs {
 		n := &p.needs[i]
-		if k := p.client.keys[n.Key]; k != nil && k.id != 0 && n.Bytes > k.cap && !s.lends(k, n) && s.requests.waits(p.client, k.id) {
+		if k := p.client.keys[n.Key]; k != nil && k.id != 0 && n.Bytes > k.cap && !s.lends(k, n) && k.waits != 0 {
 			return fmt.Errorf("exchange: worker %d requested a larger buffer for key %d before its last push of the key was answered", p.client.rank, k.key)
 		}
 	}

@@ -2,7 +2,6 @@ package exchange
 
 import (
 	"fmt"
-	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -38,6 +37,7 @@ type Request struct {
 	seq     uint64
 	push    []Received
 	keys    []*receiver // of push
+	awaits  bool        // it is counted in keys
 	pull    []answer
 	stamps  [4]int64
 }
@@ -219,13 +219,27 @@ func (rs *requests) lose(c *client, b *Buffers) {
 	}
 }
 
-// waits says whether a request of c that has not been delivered is in buffer id.
-func (rs *requests) waits(c *client, id uint64) bool {
-	rs.mu.Lock()
-	defer rs.mu.Unlock()
-	return slices.ContainsFunc(rs.all, func(r *Request) bool {
-		return r.client == c && r.state.Load() == reqReady && slices.ContainsFunc(r.push, func(v Received) bool { return v.Buffer == id })
-	})
+// await has the request wait to be delivered, in buffers that stay as they are until then. For the owner, as served.
+func (r *Request) await() {
+	r.awaits = true
+	r.count(1)
+	r.state.Store(reqReady)
+}
+
+// served says that the request waits no longer.
+func (r *Request) served() {
+	if r.awaits {
+		r.awaits = false
+		r.count(-1)
+	}
+}
+
+func (r *Request) count(by int) {
+	for i := range r.push {
+		if v := &r.push[i]; v.Buffer != 0 && !v.Lent {
+			r.keys[i].waits += by
+		}
+	}
 }
 
 // match checks the tensors of an answer against what the worker expects.

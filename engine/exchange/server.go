@@ -243,6 +243,7 @@ func (s *Server) Quiet(i int) bool {
 
 // put frees r.
 func (s *Server) put(r *Request) {
+	r.served()
 	r.giveBack(s.buffers)
 	s.requests.put(r)
 }
@@ -449,6 +450,7 @@ func (s *Server) Deliver() {
 // delivered notes that the application is about to see r.
 func (s *Server) delivered(r *Request, now int64) {
 	r.stamps[trace.Delivered-trace.Received] = now
+	r.served()
 	for i := range r.push {
 		switch v := &r.push[i]; {
 		case v.Lent:
