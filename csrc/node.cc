@@ -107,19 +107,21 @@ void Node::shut() {
   if (closed_ || forked.load()) // a forked child has no engine
     return;
   closed_ = true; // refuses new calls while this one waits
-  if (open_nodes == std::vector<fs_node>{id_})
-    end_waits(false); // a call may be in the driver, behind a stream that waits
+  leave_open(); // a call may be in the driver, behind a stream that waits
   unlocked([&] { return fs_close(id_); });
   released();
+}
+
+// Ends the waits of streams if nobody is left to set a flag.
+void Node::leave_open() {
+  if (std::erase(open_nodes, id_) && open_nodes.empty())
+    end_waits(false);
 }
 
 // The engine touches no memory of ours any more.
 void Node::released() {
   closed_ = true;
-  open_nodes.erase(std::remove(open_nodes.begin(), open_nodes.end(), id_),
-                   open_nodes.end());
-  if (open_nodes.empty()) // nobody is left to set a flag
-    end_waits(false);
+  leave_open();
   forget(); // NOLINT(clang-analyzer-optin.cplusplus.VirtualCall): see shut()
   holder_.clear();
 }

@@ -93,6 +93,7 @@ protected:
 
 private:
   void released();
+  void leave_open();
 
   fs_info info_{};
   bool connected_ = false;

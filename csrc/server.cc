@@ -231,20 +231,14 @@ void Server::respond(PyObject *tensors, PyObject *handler, bool need_event) {
   }
   fs_ticket ticket = 0;
   size_t answered = 0;
-  const bool behind = need_event && on_gpu;
-  bool captured = false;
+  Behind behind(need_event, on_gpu, n ? device : -1);
   auto send = [&] {
-    uint64_t stream = 0;
-    if (behind && !current_stream(device, &stream)) {
-      captured = true;
-      return 0;
-    }
-    return fs_respond(id_, behind ? &stream : nullptr, &h, &n, 1, t.data(),
-                      &ticket, &answered);
+    return behind.find() ? fs_respond(id_, behind.stream(), &h, &n, 1, t.data(),
+                                      &ticket, &answered)
+                         : 0;
   };
   check("respond", may_block(bytes, fresh) ? unlocked(send) : send());
-  if (captured)
-    refuse_captured("respond", device);
+  behind.refuse("respond");
   lease.keep(ticket);
 }
 
@@ -316,20 +310,15 @@ void Server::respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
 
   Array<fs_ticket, 16> tickets(n);
   size_t answered = n;
-  const bool on_gpu = whole.device >= 0;
-  bool captured = false;
+  Behind behind(true, whole.device >= 0, info().device);
   auto send = [&] {
-    uint64_t stream = 0;
-    if (on_gpu && !current_stream(whole.device, &stream)) {
-      captured = true;
-      return 0;
-    }
-    return fs_respond(id_, on_gpu ? &stream : nullptr, h.data(), counts.data(),
-                      n, t.data(), tickets.data(), &answered);
+    return behind.find()
+               ? fs_respond(id_, behind.stream(), h.data(), counts.data(), n,
+                            t.data(), tickets.data(), &answered)
+               : 0;
   };
   int rc = may_block(whole.bytes, fresh) ? unlocked(send) : send();
-  if (captured)
-    refuse_captured("respond_vec", whole.device);
+  behind.refuse("respond_vec");
   for (size_t k = 0; k < (rc < 0 ? answered : n); k++) {
     Lease lease(holder_);
     lease.add(memory.again());

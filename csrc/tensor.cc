@@ -192,6 +192,22 @@ void refuse_captured(const char *call, int device) {
       call, device);
 }
 
+bool Behind::find() {
+  if (!look_)
+    return true;
+  captured_ = !current_stream(device_, &stream_) && on_gpu_;
+  if (captured_)
+    return false;
+  waits_ = on_gpu_ || cs_cu.StreamQuery(reinterpret_cast<cs_stream>(stream_)) ==
+                          CS_CU_NOT_READY;
+  return true;
+}
+
+void Behind::refuse(const char *call) const {
+  if (captured_)
+    refuse_captured(call, device_);
+}
+
 OnDevice::OnDevice(int device) : device_(device) {
   check_torch(torch.enter(device, &before_));
   enter_gpu(

@@ -120,6 +120,27 @@ bool current_stream(int device, uint64_t *stream);
 // Raises that, with the GIL.
 [[noreturn]] void refuse_captured(const char *call, int device);
 
+// What the tensors of an operation wait for on the current stream. Those of a GPU
+// always wait. Those of the CPU may be pinned, and the stream fills them: they wait
+// where it has work.
+class Behind {
+public:
+  // on_gpu: there is a tensor of the GPU; device: that of the node, or of the tensor.
+  Behind(bool need_event, bool on_gpu, int device)
+      : on_gpu_(need_event && on_gpu), look_(need_event && device >= 0),
+        device_(device) {}
+  // Finds the stream. False: it is being captured, and a tensor of the GPU waits. It
+  // calls the driver, so without the GIL.
+  bool find();
+  void refuse(const char *call) const; // if find was false, with the GIL
+  const uint64_t *stream() const { return waits_ ? &stream_ : nullptr; }
+
+private:
+  bool on_gpu_, look_, waits_ = false, captured_ = false;
+  int device_;
+  uint64_t stream_ = 0;
+};
+
 // Makes a GPU current for torch and the driver, as long as it lives. For calls without
 // the GIL: it may make the GPU's context.
 class OnDevice {

@@ -156,27 +156,24 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
   if (!stepmesh_ && !channel)
     claim.emplace(claims_, t.data() + np, nq);
   fs_ticket ticket = 0;
-  const bool behind = need_event && on_gpu;
-  bool captured = false;
+  Behind behind(need_event, on_gpu, np || on_gpu ? device : -1);
   auto send = [&] {
-    uint64_t stream = 0;
-    if (behind && !current_stream(device, &stream)) {
-      captured = true;
+    if (!behind.find())
       return 0;
-    }
-    return fs_push_pull(id_, channel, behind && !channel ? &stream : nullptr,
+    return fs_push_pull(id_, channel, channel ? nullptr : behind.stream(),
                         t.data(), np, t.data() + np, nq, &ticket);
   };
   check("push_pull", may_block(bytes, fresh) ? unlocked(send) : send());
-  if (captured)
-    refuse_captured("push_pull", device);
+  behind.refuse("push_pull");
   lease.keep(ticket);
   const uint64_t first = next_;
   if (claim)
     claim->keep(ticket, first);
-  next_ += np + nq;
+  // StepMesh has one for the answers of all servers.
+  const size_t count = np + (stepmesh_ ? nq / servers : nq);
+  next_ += count;
   requests_[ticket & (requests_.size() - 1)] = {
-      ticket, first, static_cast<uint32_t>(np + nq), started};
+      ticket, first, static_cast<uint32_t>(count), started};
   newest_ = std::max(newest_, ticket);
   return first;
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import operator
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,6 +13,8 @@ from fserver.server import Server
 from fserver.worker import Worker
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fserver import _C
 
 
@@ -25,11 +29,25 @@ class StepmeshWorker(Worker):
 
 
 class StepmeshServer(Server):
-    """As Server, but respond does not wait for the current stream by default."""
+    """As Server, but respond does not wait for the current stream by default, and ranks of
+    register_recv_buffer are of worker groups."""
+
+    def _open(self, settings: dict[str, str]) -> None:
+        super()._open(settings)
+        self._group_size = int(settings.get("DMLC_GROUP_SIZE") or 1)
 
     def _make(self, extension: ModuleType, lines: list[str]) -> _C.Server:
         node: _C.Server = extension.StepmeshServer(lines)
         return node
+
+    def register_recv_buffer(
+        self, tensor: Tensor, worker_ranks: Sequence[int], push_keys: Sequence[int]
+    ) -> None:
+        with contextlib.suppress(TypeError):  # which the method says in its own words
+            worker_ranks = [
+                operator.index(group) * self._group_size + self.instance for group in worker_ranks
+            ]
+        super().register_recv_buffer(tensor, worker_ranks, push_keys)
 
 
 class Fast:

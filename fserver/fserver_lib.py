@@ -57,8 +57,9 @@ def init() -> None:
     """Opens the node of this process and returns when the whole cluster is connected.
 
     The environment describes the node: DMLC_ROLE (default ``server``) and the settings that
-    ``fserver env`` prints. With DMLC_ROLE=joint this process becomes ``fserver run``, which starts
-    scheduler, servers and workers of this host, each with the command line of this process.
+    ``fserver env`` prints. The node's GPU becomes torch's current device in the calling thread.
+    With DMLC_ROLE=joint this process becomes ``fserver run``, which starts scheduler, servers and
+    workers of this host, each with the command line of this process.
 
     Raises:
         ConfigError: a setting is wrong. The text has its name, its value and what is allowed.
@@ -87,6 +88,10 @@ def init() -> None:
             f"DMLC_ROLE={os.environ['DMLC_ROLE']!r}: want worker, server, scheduler or joint"
         )
     _node = classes[role].from_env()
+    if isinstance(_node, StepmeshWorker | StepmeshServer) and _node.device != "cpu":
+        import torch
+
+        torch.cuda.set_device(_node.device)
     _fast.bind(_node)
 
 
@@ -162,7 +167,7 @@ def push_pull(
             send at once, because the pushed tensors are filled already.
 
     Returns:
-        The handler of the request, a plain int: the first of ``P + servers * Q`` ints that belong
+        The handler of the request, a plain int: the first of ``P + Q`` ints that belong
         to the request. Handlers are counted from 0 in this process.
 
     Raises:
@@ -393,7 +398,8 @@ def register_recv_buffer(
     Args:
         tensor: a contiguous tensor, kept until the node is closed. It is cut into
             ``len(worker_ranks)`` slices of equal bytes.
-        worker_ranks: slice i receives from worker ``worker_ranks[i]``. A rank may repeat.
+        worker_ranks: slice i receives from worker group ``worker_ranks[i]``: from its worker on
+            this server's rail. A rank may repeat.
         push_keys: slice i receives key ``push_keys[i]``. The keys of one rank are distinct.
 
     Raises:

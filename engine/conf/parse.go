@@ -291,6 +291,10 @@ func (p *parser) scheduler() {
 func (p *parser) network() {
 	c := &p.cfg
 	if !c.Local {
+		if c.NodeHost != "" && c.NearGPU && c.Role != Scheduler {
+			p.warn("DMLC_NODE_HOST=%q has no effect: DMLC_INTERFACE=auto chooses the address (unset DMLC_INTERFACE to use this one)", c.NodeHost)
+			c.NodeHost = ""
+		}
 		if c.NodeHost != "" && len(c.Interfaces) > 1 {
 			p.warn("DMLC_INTERFACE=%q has no effect: DMLC_NODE_HOST=%q names the one address to use (unset it, and tensors travel over all interfaces)", strings.Join(c.Interfaces, ","), c.NodeHost)
 		}

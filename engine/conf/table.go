@@ -79,7 +79,7 @@ var table = []struct {
 		flag("FSERVER_HOST_SCHEDULER", "0", func(c *Config) *bool { return &c.HostScheduler },
 			"whether this server also runs the scheduler, in its own process. For servers in Python and C++"),
 		host("DMLC_NODE_HOST", func(c *Config) *string { return &c.NodeHost },
-			"address of this host that the process uses. It takes precedence over DMLC_INTERFACE").or("chosen"),
+			"address of this host that the process uses. It takes precedence over the names of DMLC_INTERFACE, and `auto` there over it").or("chosen"),
 		interfaces("DMLC_INTERFACE",
 			"network interfaces that the process uses. With several, tensors over TCP travel over all of them, and nothing is lost with one; see [several interfaces](rails.md). `auto` takes [all that are near the GPU](rails.md#auto), or, where one can be used, the interface nearest to the GPU among those with an RDMA device, or else the one that routes to the scheduler").or("chosen"),
 		number("DMLC_PORT", "0", 0, maxPort, func(c *Config) *int { return &c.Port },

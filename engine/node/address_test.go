@@ -55,10 +55,11 @@ func TestAddress(t *testing.T) {
 		"DMLC_PS_ROOT_URI=::1":              "127.0.0.1",
 		"DMLC_NODE_HOST=::1":                "::1",
 		"DMLC_INTERFACE=lo":                 "127.0.0.1",
-		"DMLC_PS_ROOT_URI=10.0.0.9 DMLC_INTERFACE=lo":                                        "127.0.0.1",
-		"DMLC_PS_ROOT_URI=10.0.0.9 DMLC_INTERFACE=lo DMLC_NODE_HOST=10.0.0.8":                "10.0.0.8",
-		"DMLC_PS_ROOT_URI=10.0.0.9 DMLC_INTERFACE=auto DMLC_NODE_HOST=10.0.0.8":              "10.0.0.8",
-		"DMLC_LOCAL=1 DMLC_PS_ROOT_URI=10.0.0.9 DMLC_NODE_HOST=10.0.0.8 DMLC_INTERFACE=eth9": "127.0.0.1",
+		"DMLC_PS_ROOT_URI=10.0.0.9 DMLC_INTERFACE=lo":                                           "127.0.0.1",
+		"DMLC_PS_ROOT_URI=10.0.0.9 DMLC_INTERFACE=lo DMLC_NODE_HOST=10.0.0.8":                   "10.0.0.8",
+		"DMLC_PS_ROOT_URI=localhost DMLC_INTERFACE=auto DMLC_NODE_HOST=10.0.0.8":                "127.0.0.1",
+		"DMLC_PS_ROOT_URI=localhost DMLC_INTERFACE=auto DMLC_NODE_HOST=::1 DMLC_ROLE=scheduler": "::1",
+		"DMLC_LOCAL=1 DMLC_PS_ROOT_URI=10.0.0.9 DMLC_NODE_HOST=10.0.0.8 DMLC_INTERFACE=eth9":    "127.0.0.1",
 	} {
 		got, err := address(settingsOf(t, settings))
 		require.NoError(t, err, settings)

@@ -195,7 +195,7 @@ func refused(log *zap.Logger) func(string, error) {
 func openBase(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.Fabric, error) {
 	e := environment(cfg, g, log, "")
 	host, err := address(cfg)
-	if err == nil && cfg.NearGPU && cfg.NodeHost == "" && !conf.Loopback(host) {
+	if err == nil && cfg.NearGPU && !conf.Loopback(host) {
 		host = near(cfg, host, log)
 	}
 	switch {

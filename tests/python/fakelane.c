@@ -51,6 +51,7 @@ int waited_in_vain; /* streams that went on, so that a test ends */
 int capturing; /* this thread captures its stream, which something has spoiled */
 int busy;      /* a stream has not done what is enqueued */
 int asked;     /* streams whether they have */
+int words;     /* written by streams */
 int behind; /* so many streams, from the next on, are behind one that waits */
 int waits; /* for this to be 0 again: what frees memory, launches, and batches */
 int waiting;  /* calls that wait so */
@@ -334,6 +335,7 @@ static int write_word(cs_stream s, cs_ptr at, uint32_t value) {
   check_place(s);
   if (is_behind(s))
     return CS_CU_SUCCESS;
+  words++;
   __atomic_store_n((uint32_t *)(uintptr_t)at, value, __ATOMIC_SEQ_CST);
   return CS_CU_SUCCESS;
 }
@@ -412,6 +414,7 @@ void drop_graph(void) {
 static int write_word64(cs_stream s, cs_ptr at, uint64_t value) {
   called(__func__);
   (void)s;
+  words++;
   __atomic_store_n((uint64_t *)(uintptr_t)at, value, __ATOMIC_SEQ_CST);
   return CS_CU_SUCCESS;
 }

@@ -66,6 +66,21 @@ def push_pull_behind_a_full_stream() -> None:
     server.respond([on_host(got) * 2], handler)
     worker.wait(h, 1e3 * LIMIT)
     assert b.eq(2).all()
+    # The stream has work, and may fill pinned memory: they wait for a word of it.
+    DRIVER.busy = 1
+    before = DRIVER.asked, DRIVER.words
+    h = worker.push_pull([a], [3], [b], [4])
+    assert DRIVER.asked > before[0] and DRIVER.words > before[1]
+    [(handler, _, _)] = server.get_batch(1e3 * LIMIT)
+    before = DRIVER.asked, DRIVER.words
+    server.respond([a], handler)
+    assert DRIVER.asked > before[0] and DRIVER.words > before[1]
+    worker.wait(h, 1e3 * LIMIT)
+    asked = DRIVER.asked
+    worker.push_pull([a], [3], [], [], need_event=False)
+    assert DRIVER.asked == asked
+    server.get_batch(1e3 * LIMIT)
+    DRIVER.busy = 0
     # A stream that is captured is refused, and nothing is sent.
     DRIVER.capturing = 1
     text = "^push_pull: the current stream of cuda:0 is being captured into a CUDA graph"

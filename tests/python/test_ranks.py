@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from nodes import LIMIT, Cluster
 
 import fserver
+from fserver import fserver_lib
 
 
 def test_assigned_ranks() -> None:
@@ -52,3 +55,25 @@ def test_assigned_ranks() -> None:
 def test_ranks_of_groups_of_several_are_not_assigned() -> None:
     with pytest.raises(fserver.ConfigError, match="want 0 to 1"):
         fserver.Worker(scheduler="127.0.0.1:1", workers=2, group_size=2, node_rank=-1)
+
+
+def test_stepmesh_counts_groups(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """register_recv_buffer of fserver_lib takes ranks of worker groups: each server gets what the
+    workers of its rail push."""
+    monkeypatch.setattr(fserver, "Server", fserver_lib.StepmeshServer)
+    both = cluster(workers=3, group_size=2)
+    assert [server.rank for server in both.servers] == [0, 1]
+    rows = [torch.zeros(3, 4), torch.zeros(3, 4)]
+    for server, own in zip(both.servers, rows, strict=True):
+        server.register_recv_buffer(own, [2, 0, 1], [7, 7, 7])
+        with pytest.raises(fserver.ShapeError, match="this server has no such worker"):
+            server.register_recv_buffer(torch.zeros(4), [3], [8])
+        with pytest.raises(fserver.ConfigError, match=r"worker_ranks\[0\] is 'a'"):
+            server.register_recv_buffer(torch.zeros(4), ["a"], [8])  # type: ignore[list-item]
+    for worker in both.workers:
+        worker.push_pull([torch.full((4,), float(worker.rank))], [7], [], [])
+    for server, own in zip(both.servers, rows, strict=True):
+        assert len(server.get_batch(LIMIT * 1e3)) == 3
+        assert own[:, 0].tolist() == [4.0 + server.rank, server.rank, 2.0 + server.rank]
