@@ -66,6 +66,7 @@ class Fast:
         self._methods: dict[str, Any] = {}  # that are in their place
 
     def bind(self, node: Node) -> None:
+        self.unbind()
         for name in node._methods:
             self._methods[name] = getattr(node, name)
             self._replace(name, self._functions[name], self._methods[name])
@@ -77,5 +78,12 @@ class Fast:
 
     def _replace(self, name: str, old: Any, new: Any) -> None:
         for space in self._spaces:
-            if space.get(name) is old:
+            if (there := space.get(name)) is old or _of_a_closed_node(there):
                 space[name] = new
+
+
+def _of_a_closed_node(method: object) -> bool:
+    """Whether somebody who had put a function of their own here has put back what was there before,
+    of a node that is gone meanwhile."""
+    node: Any = getattr(method, "__self__", None)
+    return type(node).__module__ in (__name__, "fserver._C") and bool(node.closed)

@@ -45,7 +45,7 @@ class _Watch:
             raise
         weakref.finalize(self, _release, self._node, self._number, self._fd).atexit = False
         self._waiting: dict[asyncio.Future[None], int] = {}
-        self._looks = False  # a timer of _leave runs; its handle would make a cycle
+        self._looks = self._rang = False  # a timer of _leave runs; its handle would make a cycle
         loop.add_reader(self._fd, self._ready)
 
     @contextlib.contextmanager
@@ -77,6 +77,7 @@ class _Watch:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
         node = self._node()
+        self._rang = True
         self._leave()
         if self._waiting:
             self._set_ended(node)
@@ -91,12 +92,12 @@ class _Watch:
         if node is None or node.closed:
             loop.remove_reader(self._fd)
         elif later and not self._looks:
-            self._looks = True
+            self._looks, self._rang = True, False
             loop.call_later(later, self._look_again, 10.0 if later < 10 else 0.0)
 
     def _look_again(self, later: float) -> None:
         self._looks = False
-        self._leave(later)
+        self._leave(later or float(self._rang))  # a ring since then may be the last
 
     def _set_ended(self, node: Any) -> None:
         """Wakes the coroutines whose tickets have ended; without a node, all."""

@@ -38,6 +38,8 @@ _PARTING_S = 2.0
 
 # Memory to which a stream that did not end, or a peer, may still write.
 _kept: list[Any] = []
+# Of which nobody can tell when the GPU is through with it: it stays.
+_unfinished: list[Any] = []
 
 
 def sweep() -> None:
@@ -207,6 +209,7 @@ class StreamSide(Side):
         rows = gpu.zeros(len(self._in))
         self._rows = [rows[i * each : (i + 1) * each] for i in range(peers)]
         self._send, self._recv = self._calls(rows)
+        self._look = gpu.call("send")
         gpu.settle()
         if worker:
             ours = (self._out_host, list(out_keys))
@@ -278,6 +281,7 @@ class StreamSide(Side):
         if counts == self._all:
             self._send([numbers, 0, *(t.nbytes for t in self._out)])
             return
+        self._look()  # before anything is enqueued: another stream may still read the numbers
         self._gpu.fill(self._fewer, counts)
         parts = (part(t, n) for t, n in zip(self._out, counts, strict=True))
         self._send([0, numbers, *(t.nbytes for t in parts)])
@@ -300,7 +304,11 @@ class StreamSide(Side):
     def close(self) -> None:
         """Lets go of the memory, when the node has closed the channel: at once, or with the next
         side after neither the stream nor a peer can write to it any more."""
-        self._gpu.finished(_PARTING_S)
+        try:
+            self._gpu.finished(_PARTING_S)
+        except BaseException:
+            _unfinished.append(self)
+            raise
         _kept.append(self)
         sweep()
 
@@ -308,7 +316,7 @@ class StreamSide(Side):
         """Lets go of what the stream has used: who keeps an error of a call, keeps its frames, and
         so this side."""
         self._out, self._in, self._out_host, self._in_host = [], [], [], []
-        del self._send, self._recv
+        del self._send, self._recv, self._look
 
 
 def _with_counts(

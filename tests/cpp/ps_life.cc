@@ -31,6 +31,11 @@ BARE_SCENE(the_shortest_program, 2, 1) {
   if (IsWorker())
     push_and_pull(0);
   RegisterExitCallback([] { ended++; });
+  const Node &mine = Postoffice::Get()->van()->my_node();
+  if (!IsWorker()) { // whom others reach
+    EXPECT_EQ(mine.hostname, "127.0.0.1");
+    EXPECT(mine.port > 0);
+  }
   if (IsScheduler())
     EXPECT_EQ(Postoffice::Get()->van()->my_node().id, kScheduler);
   else

@@ -3,6 +3,7 @@ enqueued, captured and replayed, and what the engine makes of it."""
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import weakref
@@ -395,6 +396,51 @@ def test_two_streams(pair: Cluster, on: On) -> None:
     done(at_worker, at_server)
     w.check()
     s.check()
+
+
+def test_a_refused_send_leaves_the_rows(
+    pair: Cluster, on: On, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the message that another stream has not sent yet."""
+    on.gpu = TwoStreams
+    x, release = torch.zeros(8, 4), threading.Event()
+    w, s, at_worker, at_server = opened(on, pair, [x], [])
+    gpu = w._side._gpu
+    at_worker.put(lambda: void(release.wait(LIMIT)))
+    try:
+        w.send([3])
+        gpu.current = "second"  # which has nothing to do
+        monkeypatch.setattr(gpu, "fill", lambda to, what: void(to.copy_(torch.tensor(what))))
+        with pytest.raises(fserver.ConfigError, match=r"^send: the channel is still in use"):
+            w.send([5])
+    finally:
+        release.set()
+    s.recv()
+    done(at_worker, at_server)
+    assert s.rows[0].tolist() == [3]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("by", ["close", "gc"])
+def test_memory_of_a_gpu_that_does_not_say_that_it_is_done(
+    pair: Cluster, on: On, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """A capture, or an error of the GPU, forbids to ask: the memory stays."""
+    monkeypatch.setattr("fserver.channel.stream._unfinished", kept := list[Any]())
+    w, s, *_ = opened(on, pair, [torch.zeros(4)], [torch.zeros(4)])
+
+    def finished(seconds: float) -> bool:
+        raise fserver.Error("a stream is being captured")
+
+    monkeypatch.setattr(w._side._gpu, "finished", finished)
+    side = weakref.ref(w._side)
+    if by == "close":
+        with pytest.raises(fserver.Error, match="a stream is being captured"):
+            w.close()
+    del w
+    gc.collect()
+    assert side() is not None and kept == [side()]
+    s.close()
 
 
 def test_rows_and_dtypes(pair: Cluster, on: On) -> None:

@@ -18,7 +18,7 @@ import torch
 from nodes import LIMIT, Cluster, eventually, in_thread, open_cluster
 
 import fserver
-from fserver import fserver_lib
+from fserver import aio, fserver_lib
 
 MakeCluster = Callable[..., Cluster]
 T = TypeVar("T")
@@ -377,6 +377,32 @@ def test_no_descriptor_is_left(pair: Cluster) -> None:
     for _ in range(5):
         run(once())
     eventually(lambda: descriptors() <= before)
+
+
+def test_a_ring_behind_the_looks(cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last ring of a node may come while timers run for an earlier one: it has looks, too."""
+    pair = cluster()
+
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        timers: list[tuple[Any, ...]] = []
+        watch = aio._Watch(pair.worker._node, loop)
+        monkeypatch.setattr(loop, "call_later", lambda *args: timers.append(args))
+
+        def run_timer() -> float:
+            after, call, *args = timers.pop()
+            call(*args)
+            return float(after)
+
+        watch._ready()
+        assert run_timer() == 1
+        watch._ready()
+        assert run_timer() == 10
+        assert run_timer() == 1  # of the second ring
+        assert run_timer() == 10
+        assert not timers
+
+    run(work())
 
 
 def test_a_loop_lets_go_of_nodes_that_stop(cluster: MakeCluster) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from nodes import LIMIT, Child, Cluster, Parent, eventually, in_thread
+from nodes import LIMIT, Child, Cluster, Parent, eventually, in_thread, open_cluster
 
 import fserver
 from fserver import _loader, fserver_lib
+from fserver._stepmesh import Fast
 
 MakeChild = Callable[..., Child]
 MakeCluster = Callable[..., Cluster]
@@ -297,6 +298,24 @@ def drop_in_server(parent: Parent) -> None:
             f.respond_vec(torch.full((4, 1), 1.0), [torch.ones(4)], [handler])
     parent.put("done")
     f.stop()
+
+
+def test_a_method_that_is_put_back_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who wraps a function of the drop-in and puts back what was there before, when that node is
+    closed, does not keep the next node from its place."""
+    space = {name: getattr(fserver_lib, name) for name in fserver_lib.__all__}
+    fast = Fast([space])
+    first, second = (open_cluster() for _ in range(2))
+    fast.bind(first.worker)
+    old, space["wait"] = space["wait"], lambda *_: None
+    fast.unbind()
+    first.close()
+    space["wait"] = old
+    fast.bind(second.worker)
+    assert space["wait"] == second.worker.wait
+    fast.unbind()
+    assert space["wait"] is fserver_lib.wait
+    second.close()
 
 
 @pytest.mark.parametrize("role", ["worker", "server", "both"])

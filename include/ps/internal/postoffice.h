@@ -315,12 +315,12 @@ private:
                                   : kScheduler;
     van_.node_.aux_id = preferred_;
     van_.node_.is_recovery = n.recovery();
-    const std::string address = n.address(); // "tcp:10.0.0.1:7000"
-    const std::size_t host = address.find(':') + 1,
-                      port = address.rfind(':') + 1;
-    if (host && port > host) {
-      van_.node_.hostname = address.substr(host, port - 1 - host);
-      van_.node_.port = std::atoi(address.c_str() + port);
+    const std::string address = n.address(); // "10.0.0.1:7000", "[::1]:7000"
+    if (const std::size_t colon = address.rfind(':');
+        colon != std::string::npos) {
+      const bool six = address[0] == '[';
+      van_.node_.hostname = address.substr(six, colon - 2 * six);
+      van_.node_.port = std::atoi(address.c_str() + colon + 1);
     }
     {
       std::lock_guard<std::mutex> lock(mutex_);

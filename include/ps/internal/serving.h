@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -318,7 +319,7 @@ private:
     std::lock_guard<std::mutex> lock(mutex_);
     held_.erase(handler);
     if (current_ == handler)
-      current_ = 0;
+      current_.reset();
   }
 
   // A new answer, which stays where it is until it has been sent.
@@ -356,8 +357,8 @@ private:
   bool leaving_ = false;
   std::thread thread_;
   std::unordered_map<std::uint64_t, Held> held_; // by handler
-  // The handler of the request that was taken last; 0: it has been answered.
-  std::uint64_t current_ = 0;
+  // The handler of the request that was taken last, unless it has been answered.
+  std::optional<std::uint64_t> current_;
   Underway<Answer> answers_;
 };
 
