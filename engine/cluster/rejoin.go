@@ -112,9 +112,11 @@ func (s *Scheduler) comesBack(c *conn, g *wire.Register) (why string) {
 		s.emit(Output{Kind: Close, Conn: old.id})
 		s.drop(old, "it has lost its connection to the scheduler")
 	}
-	if was := &s.known[seat]; was.Epoch != g.Epoch || was.State == wire.Gone {
+	was := &s.known[seat]
+	if was.Epoch != g.Epoch || was.State == wire.Gone {
 		return takenForLost
 	}
+	was.State = wire.Present // if it still leaves, it says so again
 	c.ready = true
 	s.sit(c, &g.Member)
 	s.registered(c)
