@@ -78,10 +78,10 @@ func (s *Scheduler) announce(m *wire.Member) {
 	s.uncall(s.seat(m)) // the calls of one that has left are not those of its successor
 	s.view++
 	if m.Role == wire.RoleWorker {
-		s.came = s.view
+		s.came[m.Instance] = s.view
 		for _, c := range s.seats {
-			if c != nil {
-				c.done = false // it has a worker again
+			if c != nil && c.Instance == m.Instance {
+				c.done = false // a server of its rail has a worker again
 			}
 		}
 	}

@@ -127,7 +127,7 @@ func (m *Member) hasJoined(j *wire.Joined) error {
 // joined takes note of a successor.
 func (m *Member) joined(seat int, j wire.Member) {
 	m.roster[seat] = j
-	m.done = m.done && j.Role == wire.RoleServer
+	m.done = m.done && (j.Role == wire.RoleServer || j.Instance != m.cfg.Self.Instance)
 	m.losses = slices.DeleteFunc(m.losses, func(l loss) bool { return l.seat == seat })
 	m.emit(Output{Kind: Joined, Members: []wire.Member{j}})
 }

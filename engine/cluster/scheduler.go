@@ -25,20 +25,20 @@ type Scheduler struct {
 	rejoin   int64
 	phase    phase
 	conns    map[int64]*conn
-	seats    []*conn       // by role and rank; nil: empty, or its member is gone
-	seated   int           // seats taken
-	ready    int           // members that said so, until the cluster runs
-	leaving  int           // members that want to leave
-	parting  bool          // some want to, or may
-	finishes bool          // the scheduler is about to go
-	known    []wire.Member // once the cluster runs: who has each seat, or had it last
-	view     uint64        // changes of known so far
-	came     uint64        // the view in which the last worker has come
-	era      uint64        // the view of the last loss: barrier calls from before it are over
-	resumed  bool          // it collects the members of an earlier scheduler
-	heard    uint64        // the latest view that one of them had
-	seeking  []*conn       // without a rank, and wait for one to be lost; in the order in which they came
-	changed  []bool        // seats whose owner has been lost, or has come, since then
+	seats    []*conn        // by role and rank; nil: empty, or its member is gone
+	seated   int            // seats taken
+	ready    int            // members that said so, until the cluster runs
+	leaving  int            // members that want to leave
+	parting  bool           // some want to, or may
+	finishes bool           // the scheduler is about to go
+	known    []wire.Member  // once the cluster runs: who has each seat, or had it last
+	view     uint64         // changes of known so far
+	era      uint64         // the view of the last loss: barrier calls from before it are over
+	came     map[int]uint64 // by instance: the view in which the last worker has come
+	resumed  bool           // it collects the members of an earlier scheduler
+	heard    uint64         // the latest view that one of them had
+	seeking  []*conn        // without a rank, and wait for one to be lost; in the order in which they came
+	changed  []bool         // seats whose owner has been lost, or has come, since then
 	barriers [wire.BarrierKinds]barrier
 	sends    uint64 // messages of its own so far
 	scan     int64  // no connection's time is up before this
@@ -104,6 +104,7 @@ func NewScheduler(s wire.Shape, t Timing) (*Scheduler, error) {
 		conns:    make(map[int64]*conn),
 		seats:    make([]*conn, s.Members()),
 		changed:  make([]bool, s.Members()),
+		came:     make(map[int]uint64),
 		scan:     Never,
 		tellBy:   Never,
 		expectBy: Never,
@@ -320,7 +321,7 @@ func (s *Scheduler) frame(c *conn, data []byte) {
 		err = with(data, func(v *wire.Taken) error { return s.answer(c, v) })
 	case t == wire.TypeDone && s.phase == running && c.Role == wire.RoleServer:
 		err = with(data, func(d *wire.Done) error {
-			if d.View >= s.came { // else it has crossed the news of a worker
+			if d.View >= s.came[c.Instance] { // else it has crossed the news of a worker
 				c.done, s.parting = true, true
 			}
 			return nil
