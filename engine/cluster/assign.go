@@ -77,7 +77,10 @@ func (s *Scheduler) fill() {
 		c.giveUp = 0
 		c.Rank, c.Group = free, free
 		m := c.Member
-		s.admit(c, &m)
+		if why := s.admit(c, &m); why != "" {
+			s.turnAway(c, who(c.Role, NoRank), why)
+			continue
+		}
 		s.logf("%s at %s has been assigned that rank", who(c.Role, c.Rank), c.address())
 	}
 }
@@ -86,7 +89,5 @@ func (s *Scheduler) fill() {
 func (s *Scheduler) refuseSeeker(c *conn) {
 	s.seeking = slices.DeleteFunc(s.seeking, func(o *conn) bool { return o == c })
 	c.giveUp = 0
-	why := s.full(c.Role)
-	s.warnf("%s at %s is refused: %s", who(c.Role, NoRank), c.remote, why)
-	s.refuse(c, why)
+	s.turnAway(c, who(c.Role, NoRank), s.full(c.Role))
 }

@@ -127,6 +127,56 @@ func TestRosterTooLong(t *testing.T) {
 	require.ErrorContains(t, out[0].Err, "too many addresses")
 }
 
+// addressed returns m with as many addresses as it may have, of so many bytes each.
+func addressed(m wire.Member, each int) wire.Member {
+	m.Addrs = nil
+	for range wire.MaxAddrs {
+		m.Addrs = append(m.Addrs, strings.Repeat("a", each))
+	}
+	return m
+}
+
+// TestTooManyAddresses: neither one member nor successors one by one make the roster too long for a frame.
+func TestTooManyAddresses(t *testing.T) {
+	s := scheduler(t, 64, 1, 1)
+	members := selves(s.shape)
+	frame := func(i int, t wire.Type) []Output {
+		return s.Step(start, Input{Kind: Frame, Conn: int64(i), Data: wire.AppendSignal(nil, t)})
+	}
+	register := func(conn int, m wire.Member) []Output {
+		s.Step(start, Input{Kind: Up, Conn: int64(conn)})
+		g := &wire.Register{Shape: s.shape, Member: m}
+		return slices.Clone(s.Step(start, Input{Kind: Frame, Conn: int64(conn), Data: wire.Append(nil, wire.TypeRegister, g)}))
+	}
+	refused := func(out []Output, want string) {
+		require.Len(t, out, 2) // a line of log, and it is refused
+		why, err := wire.Parse[wire.Text](out[1].Frame, wire.TypeRefuse)
+		require.NoError(t, err)
+		require.Contains(t, why.Text, want)
+	}
+	refused(register(1000, addressed(members[0], 257)), "its addresses have 16448 bytes, and a member may have 16384")
+	for i, m := range members {
+		register(i, addressed(m, 241))
+	}
+	for i := range members {
+		frame(i, wire.TypeReady)
+	}
+	require.Equal(t, running, s.phase)
+	for i := range 5 { // each has 832 bytes more than the one before it
+		s.Step(start, Input{Kind: Down, Conn: int64(i)})
+		members[i].Epoch += 1000
+		out := register(100+i, addressed(members[i], 254))
+		if i < 4 {
+			require.Equal(t, Joined, out[64].Kind)
+			continue
+		}
+		refused(out, "the list of 65 members takes ")
+		require.Equal(t, wire.Gone, s.known[i].State)
+		require.NotEmpty(t, register(200+i, members[i]))
+		require.Equal(t, wire.Present, s.known[i].State)
+	}
+}
+
 // TestBarrierModel compares barriers with the rule itself: the k-th call of a
 // party is released when every party has called k times.
 func TestBarrierModel(t *testing.T) {

@@ -33,8 +33,7 @@ func (s *Scheduler) register(c *conn, g *wire.Register) error {
 		why = s.comes(c, g)
 	}
 	if why != "" {
-		s.warnf("%s at %s is refused: %s", who(g.Role, g.Rank), c.remote, why)
-		s.refuse(c, why)
+		s.turnAway(c, who(g.Role, g.Rank), why)
 	}
 	return nil
 }
@@ -50,6 +49,9 @@ func (s *Scheduler) judge(g *wire.Register) (why string) {
 	}
 	if g.Role == wire.RoleScheduler {
 		return "it is a scheduler, and there is one already"
+	}
+	if sum := g.AddrSum(); sum > wire.MaxAddrSum {
+		return fmt.Sprintf("its addresses have %d bytes, and a member may have %d: use fewer interfaces and devices (DMLC_INTERFACE)", sum, wire.MaxAddrSum)
 	}
 	groups, size := s.shape.Groups(g.Role), s.shape.GroupSize
 	if g.Any && (size > 1 || g.Known != nil) {
@@ -107,10 +109,8 @@ func (s *Scheduler) comes(c *conn, g *wire.Register) (why string) {
 	for i, c := range s.seats {
 		s.known[i] = c.Member
 	}
-	roster := wire.Append(nil, wire.TypeRoster, &wire.Roster{Members: s.known})
-	if len(roster) > wire.MaxRoster {
-		why := fmt.Sprintf("the list of %d members takes %d bytes, more than %d: they have too many addresses",
-			len(s.known), len(roster), wire.MaxRoster)
+	roster, why := list(&wire.Roster{Members: s.known})
+	if why != "" {
 		s.all(wire.Append(nil, wire.TypeRefuse, &wire.Text{Text: why}))
 		s.end(errors.New("cluster: " + why))
 		return ""
@@ -118,6 +118,15 @@ func (s *Scheduler) comes(c *conn, g *wire.Register) (why string) {
 	s.phase = linking
 	s.all(roster)
 	return ""
+}
+
+// list returns the frame of a roster, or why there can be none.
+func list(r *wire.Roster) (frame []byte, why string) {
+	frame = wire.Append(nil, wire.TypeRoster, r)
+	if len(frame) > wire.MaxRoster {
+		why = fmt.Sprintf("the list of %d members takes %d bytes, more than %d: they have too many addresses", len(r.Members), len(frame), wire.MaxRoster)
+	}
+	return frame, why
 }
 
 // sit gives c the seat of m, which is empty.
@@ -145,6 +154,12 @@ func (s *Scheduler) tell() {
 		s.told = what
 		s.all(wire.Append(nil, wire.TypeWaiting, &wire.Text{Text: what}))
 	}
+}
+
+// turnAway refuses one who has come, and says so here too.
+func (s *Scheduler) turnAway(c *conn, name, why string) {
+	s.warnf("%s at %s is refused: %s", name, c.remote, why)
+	s.refuse(c, why)
 }
 
 func (s *Scheduler) refuse(c *conn, why string) {

@@ -37,8 +37,7 @@ func (s *Scheduler) succeeds(c *conn, g *wire.Register) (why string) {
 	old := s.seats[s.seat(&g.Member)]
 	switch {
 	case old == nil:
-		s.admit(c, &g.Member)
-		return ""
+		return s.admit(c, &g.Member)
 	case old.rival != nil:
 		return isThere(old)
 	}
@@ -52,24 +51,32 @@ func (s *Scheduler) succeeds(c *conn, g *wire.Register) (why string) {
 func (s *Scheduler) taken(old *conn) {
 	c := old.rival
 	old.rival, c.waits = nil, nil
-	why := isThere(old)
-	s.warnf("%s at %s is refused: %s", c.Name(), c.remote, why)
-	s.refuse(c, why)
+	s.turnAway(c, c.Name(), isThere(old))
 }
 
 // inherit gives the seat of a member that is lost to its rival.
 func (s *Scheduler) inherit(old *conn) {
 	c := old.rival
 	old.rival, c.waits = nil, nil
-	s.admit(c, &c.Member)
+	if why := s.admit(c, &c.Member); why != "" {
+		s.turnAway(c, c.Name(), why)
+	}
 }
 
-// admit gives a new member an empty seat of a cluster that runs, and tells all.
-func (s *Scheduler) admit(c *conn, m *wire.Member) {
-	s.changed[s.seat(m)] = true
+// admit gives a new member an empty seat of a cluster that runs, and tells all. It returns why it
+// does not, if the roster would be too long with the addresses of the new member.
+func (s *Scheduler) admit(c *conn, m *wire.Member) (why string) {
+	seat := s.seat(m)
+	members := slices.Clone(s.known)
+	members[seat] = *m
+	if _, why = list(&wire.Roster{View: s.view, Running: true, Members: members}); why != "" {
+		return why
+	}
+	s.changed[seat] = true
 	s.announce(m)
 	s.sit(c, m)
 	s.introduce(c)
+	return ""
 }
 
 // announce makes m the owner of its seat.

@@ -410,12 +410,13 @@ func (s *Scheduler) drop(c *conn, why string) {
 		err = s.lose(&c.Member, c.address(), why)
 	}
 	s.unanswered(c, why)
+	if c.rival != nil { // while the cluster runs
+		s.inherit(c)
+	}
 	switch {
 	case s.phase < running:
 		s.end(err)
 		return
-	case c.rival != nil:
-		s.inherit(c)
 	case s.seated == 0 && (left || s.rejoin == 0):
 		s.end(err)
 		return

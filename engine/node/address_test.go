@@ -18,22 +18,36 @@ import (
 	"fserver/engine/wire"
 )
 
-// farAway is a Fabric whose address is too long for the roster.
-type farAway struct{ transport.Fabric }
-
-func (farAway) Addr() transport.Addr {
-	return transport.Addr("rails:" + strings.Repeat("a", wire.MaxAddr))
+// farAway is a Fabric with an address of so many bytes.
+type farAway struct {
+	transport.Fabric
+	size int
 }
 
-// TestLongAddress: a node whose address peers cannot be told says so when it is opened.
+func (f farAway) Addr() transport.Addr {
+	return transport.Addr("rails:" + strings.Repeat("a", f.size-len("rails:")))
+}
+
+// TestLongAddress: a node whose addresses peers cannot be told says so when it is opened.
 func TestLongAddress(t *testing.T) {
-	net := over(inproc.New())
 	cfg := settingsOf(t, "STEPMESH_BACKEND=CPU DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 DMLC_NODE_RANK=0")
-	_, err := open(cfg, zap.NewNop(), exchange.NewBuffers(), func(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
-		list, err := net(cfg, g, log)
-		return []transport.Fabric{farAway{list[0]}}, err
-	}, nil)
-	require.ErrorContains(t, err, "aaa... has 4102 bytes, and peers are told of at most 4096: use fewer interfaces and devices (DMLC_INTERFACE)")
+	for _, c := range []struct {
+		planes, size int
+		want         string
+	}{
+		{1, wire.MaxAddr + 1, "aaa... has 4097 bytes, and peers are told of at most 4096"},
+		{5, wire.MaxAddr, "the 5 addresses have 20480 bytes, and peers are told of at most 16384"},
+	} {
+		_, err := open(cfg, zap.NewNop(), exchange.NewBuffers(), func(cfg *conf.Config, g transport.Gate, log *zap.Logger) (far []transport.Fabric, err error) {
+			for range c.planes {
+				list, err := over(inproc.New())(cfg, g, log)
+				require.NoError(t, err)
+				far = append(far, farAway{list[0], c.size})
+			}
+			return far, nil
+		}, nil)
+		require.ErrorContains(t, err, c.want+": use fewer interfaces and devices (DMLC_INTERFACE)")
+	}
 }
 
 func settingsOf(t *testing.T, settings string) *conf.Config {

@@ -274,10 +274,8 @@ func (n *Node) openPlanes(fabrics Fabrics) error {
 	if err = errors.Join(err, n.lossy(list), n.enter(list)); err != nil {
 		return err
 	}
-	for _, a := range n.addrs() {
-		if len(a) > wire.MaxAddr {
-			return badSetting("node: the address %.64s... has %d bytes, and peers are told of at most %d: use fewer interfaces and devices (DMLC_INTERFACE)", a, len(a), wire.MaxAddr)
-		}
+	if err = n.tellable(); err != nil {
+		return err
 	}
 	n.lack = n.lacks(failed)
 	if n.scheduler == nil {
@@ -285,6 +283,20 @@ func (n *Node) openPlanes(fabrics Fabrics) error {
 			Self: n.self(), Shape: n.shape(), Scheduler: n.cfg.Scheduler(), Timing: n.timing(), Patient: n.patient(),
 		})
 		n.machine = n.member
+	}
+	return nil
+}
+
+// tellable returns an error if peers cannot be told of the addresses of this node.
+func (n *Node) tellable() error {
+	m := wire.Member{Addrs: n.addrs()}
+	for _, a := range m.Addrs {
+		if len(a) > wire.MaxAddr {
+			return badSetting("node: the address %.64s... has %d bytes, and peers are told of at most %d: use fewer interfaces and devices (DMLC_INTERFACE)", a, len(a), wire.MaxAddr)
+		}
+	}
+	if sum := m.AddrSum(); sum > wire.MaxAddrSum {
+		return badSetting("node: the %d addresses have %d bytes, and peers are told of at most %d: use fewer interfaces and devices (DMLC_INTERFACE)", len(m.Addrs), sum, wire.MaxAddrSum)
 	}
 	return nil
 }

@@ -35,6 +35,7 @@ const (
 	MaxRoster  = 1<<20 - 1<<15 // bytes: what a transport takes as one frame, less what Register has beside it
 	MaxAddrs   = 64            // of one member
 	MaxAddr    = 4096          // one address, bytes: that of 8 devices has some 300
+	MaxAddrSum = 1 << 14       // all addresses of one member, bytes: a Register has them beside a roster
 	MaxHost    = 64            // name of a host, bytes
 )
 
@@ -57,6 +58,14 @@ func (m *Member) Name() string {
 		return fmt.Sprintf("%v %d", m.Role, m.Rank)
 	}
 	return fmt.Sprintf("%v %d (pid %d on %s)", m.Role, m.Rank, m.Pid, m.Host)
+}
+
+// AddrSum returns the bytes of all addresses, at most MaxAddrSum of a member that a scheduler takes.
+func (m *Member) AddrSum() (sum int) {
+	for _, a := range m.Addrs {
+		sum += len(a)
+	}
+	return sum
 }
 
 // State is what has become of a member.
