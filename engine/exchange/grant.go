@@ -79,6 +79,9 @@ func (s *Server) slot(c *client) uint64 {
 		for key, old := range c.keys {
 			if c.fresh(key) && !old.fixed() {
 				delete(c.keys, key)
+				s.mu.Lock()
+				delete(s.fixed, fixedKey{c.rank, key})
+				s.mu.Unlock()
 				return old.slot
 			}
 		}

@@ -225,6 +225,8 @@ func TestKeysOfEarlierRuns(t *testing.T) {
 		require.Error(t, c.tooMany(maxKeys))
 	}
 	require.Len(t, c.keys, maxKeys)
+	require.Len(t, s.fixed, maxKeys)
+	require.NotZero(t, s.fixed[fixedKey{0, 2}].region.Len)
 	require.EqualValues(t, maxKeys, s.slots)
 }
 
