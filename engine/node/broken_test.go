@@ -13,6 +13,7 @@ import (
 
 	"fserver/engine/conf"
 	"fserver/engine/exchange"
+	"fserver/engine/trace"
 	"fserver/engine/transport"
 	"fserver/engine/wire"
 )
@@ -111,7 +112,7 @@ func downWithin(t *testing.T, limit time.Duration) {
 // Polls may not find at once.
 func TestLastAnswer(t *testing.T) {
 	eachWay(t, func(t *testing.T, way ...string) {
-		downWithin(t, 200*time.Millisecond)
+		downWithin(t, time.Minute)
 		var left atomic.Int32
 		var blind atomic.Bool
 		m := newMesh(t, refusingFrames(conf.Worker, wire.TypeNeed, &left, &blind), shape{1, 1, 1}, append(way, "FSERVER_ON_PEER_LOST=raise")...)
@@ -132,6 +133,7 @@ func TestLastAnswer(t *testing.T) {
 		require.ErrorIs(t, w.Wait(second, 20*time.Millisecond, true), ErrAgain)
 		blind.Store(false)
 		require.NoError(t, wait(w, first))
+		require.True(t, w.driver.Under(func() { w.peers[0].link.until = trace.Now() }))
 		lostWithin(t, func() error { return wait(w, second) }, "server", 0)
 		m.stop()
 	})
