@@ -77,7 +77,7 @@ func (s *Server) Detach(channel string) {
 func (s *Server) turnAway(r *Request) {
 	c := r.client
 	if err := s.refuse(c, r, wire.RefusedClosed, ""); err != nil {
-		s.Broken(c.index, err)
+		s.Breach(c.index, err)
 	}
 }
 

@@ -245,7 +245,7 @@ func (s *Server) provided(p *provision) {
 		err = s.answer(p)
 	}
 	if err != nil {
-		s.Broken(c.index, err)
+		s.Breach(c.index, err)
 	}
 }
 

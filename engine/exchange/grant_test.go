@@ -252,7 +252,7 @@ func TestPlanOfMoreKeysThanThereMayBe(t *testing.T) {
 func (p *pair) aside() (run func()) {
 	var jobs []func()
 	s, err := NewServer(1, p.buffers, new(trace.Counters), Host{
-		Broken: func(_ int, err error) { p.broken = err },
+		Breach: func(_ int, err error) { p.broken = err },
 		Aside:  func(f func()) { jobs = append(jobs, f) },
 	})
 	require.NoError(p.t, err)

@@ -93,6 +93,9 @@ type Host struct {
 	// owner calls it. It is to close that Conn when what it still has to say has been handed on,
 	// and then to call Lose.
 	Broken func(i int, err error)
+	// Breach takes note that peer i does not keep to the protocol, and how; more than once. It is as
+	// Broken, but what the Conn still has to say does not count.
+	Breach func(i int, err error)
 	// Aside calls f, which may block, without the token, and has Drain called after it. It does
 	// not wait for it.
 	Aside func(f func())

@@ -3,6 +3,7 @@
 package node
 
 import (
+	"errors"
 	"os"
 	"runtime"
 	"testing"
@@ -54,6 +55,17 @@ func allocations(t *testing.T, way ...string) {
 		runs = 50 // AllocsPerRun leaves one P to all, which the pollers hold for 10 ms at a time
 	}
 	require.Zero(t, testing.AllocsPerRun(runs, once))
+	m.stop()
+}
+
+// TestAilingAllocations: passes allocate nothing while a connection takes no more and is not ended yet.
+func TestAilingAllocations(t *testing.T) {
+	downWithin(t, time.Minute)
+	m := newMesh(t, openFabrics, shape{1, 2, 1}, "FSERVER_TRANSPORT=tcp", "FSERVER_PROGRESS=caller")
+	w := m.workers[0]
+	require.True(t, w.driver.Under(func() { w.broken(0, errors.New("test: it takes no more")) }))
+	require.Zero(t, testing.AllocsPerRun(2000, func() { w.driver.Drive(trace.Now()) }))
+	require.True(t, w.driver.Under(func() { require.Len(t, w.ailing, 1) }))
 	m.stop()
 }
 

@@ -139,6 +139,22 @@ func TestLastAnswer(t *testing.T) {
 	})
 }
 
+// TestBreachEnds: a connection whose peer does not keep to the protocol is not waited for.
+func TestBreachEnds(t *testing.T) {
+	downWithin(t, time.Minute)
+	m := newMesh(t, openFabrics, shape{1, 1, 1}, "FSERVER_TRANSPORT=tcp", "FSERVER_ON_PEER_LOST=raise")
+	w, s := m.workers[0], m.servers[0]
+	id := pushPull(t, w, []exchange.Tensor{tensor(t, 1, 9)}, []exchange.Tensor{tensor(t, 0, 9)})
+	_, err := getBatch(s)
+	require.NoError(t, err)
+	require.True(t, s.driver.Under(func() {
+		s.broken(0, errNeverTaken)
+		s.breached(0, errors.New("test: it breaks the protocol"))
+	}))
+	lostWithin(t, func() error { return wait(w, id) }, "server", 0)
+	m.stop()
+}
+
 // TestPostFails: a connection that lives, and takes no more, is ended and made anew.
 func TestPostFails(t *testing.T) { eachWay(t, postFails) }
 

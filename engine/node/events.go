@@ -141,24 +141,43 @@ var downLimit = time.Second
 // was to be sent be wrong. The peer's last frames may be here: it is ended after downLimit, unless it reports
 // its end before.
 func (n *Node) broken(i int, err error) {
-	if l := n.peers[i].link; l != nil && l.ailing == nil {
-		l.ailing, l.until = err, trace.Now()+int64(downLimit)
-		n.ailing = append(n.ailing, l)
-		n.reschedule()
-		n.driver.Stir()
+	if l := n.peers[i].link; l != nil {
+		n.ails(l, err, downLimit)
 	}
 }
 
-// endAiling ends connections that broken has noted, and whose time is over.
+// breached notes that peer i does not keep to the protocol. The caller is in the midst of something, so
+// the next pass ends the connection.
+func (n *Node) breached(i int, err error) {
+	if l := n.peers[i].link; l != nil {
+		n.ails(l, n.protocol(l, err), 0)
+	}
+}
+
+// ails has a connection ended because of err when limit has passed. What is to come first counts.
+func (n *Node) ails(l *link, err error, limit time.Duration) {
+	until := trace.Now() + int64(limit)
+	if l.ailing != nil && l.until <= until {
+		return
+	}
+	if l.ailing == nil {
+		n.ailing = append(n.ailing, l)
+	}
+	l.ailing, l.until = err, until
+	n.reschedule()
+	n.driver.Stir()
+}
+
+// endAiling ends the connections that ail and whose time is over. That may add others.
 func (n *Node) endAiling(now int64) {
-	ailing := n.ailing
-	n.ailing = nil // which ending one may add to
-	for _, l := range ailing {
-		switch {
-		case n.links[l.conn] != l:
-		case now < l.until:
-			n.ailing = append(n.ailing, l)
-		default:
+	for i := 0; i < len(n.ailing); {
+		l := n.ailing[i]
+		if now < l.until {
+			i++
+			continue
+		}
+		n.ailing = slices.Delete(n.ailing, i, i+1)
+		if n.links[l.conn] == l {
 			n.breach(l, l.ailing)
 		}
 	}

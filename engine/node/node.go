@@ -212,7 +212,7 @@ func newNode(cfg *conf.Config, log *zap.Logger, gpu *card) *Node {
 
 // takeRole makes what a worker, a server or a scheduler has.
 func (n *Node) takeRole(b *exchange.Buffers) (err error) {
-	host := exchange.Host{Broken: n.broken, Aside: n.driver.Aside, Takes: n.takes, Patient: n.patient()}
+	host := exchange.Host{Broken: n.broken, Breach: n.breached, Aside: n.driver.Aside, Takes: n.takes, Patient: n.patient()}
 	if n.gpu != nil {
 		host.Point, host.Word, host.Passed = n.gpu.point, n.gpu.word, n.gpu.passed
 	}

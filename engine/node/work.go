@@ -33,7 +33,7 @@ func (n work) Pass(now int64, all bool) (found int, ended bool) {
 		n.unstick()
 	}
 	found += carried
-	if len(n.ailing) != 0 {
+	if now >= n.nextAiling() {
 		n.endAiling(now)
 	}
 	due := n.driver.Due(now)
