@@ -188,6 +188,7 @@ func (n *Node) endBarriers(seqs []uint64, err error) {
 // over takes the end of the cluster.
 func (n *Node) over(err error) {
 	if n.phase.Load() == leaving {
+		n.sayByes(true)
 		if n.stopErr == nil {
 			n.stopErr = err
 		}

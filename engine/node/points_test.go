@@ -12,6 +12,7 @@ import (
 	"fserver/engine/exchange"
 	"fserver/engine/gpu"
 	"fserver/engine/gpu/fakegpu"
+	"fserver/engine/trace"
 )
 
 // heldPair is a worker and a server on a fake GPU, and a stream of it that is held up until open is called.
@@ -94,26 +95,71 @@ func TestStopBehindAStream(t *testing.T) {
 		t.Run(progress, func(t *testing.T) {
 			m, g, stream, open := heldPair(t, "tcp", "FSERVER_PROGRESS="+progress)
 			worker, server := m.workers[0], m.servers[0]
-			x, y := tensor(t, 1, 64), tensor(t, 2, 64)
-			id := pushPull(t, worker, []exchange.Tensor{x}, []exchange.Tensor{y})
-			b, err := getBatch(server)
-			require.NoError(t, err)
-			answer, err := server.BeginAnswer()
-			require.NoError(t, err)
-			require.NoError(t, answer.AddPush(x))
-			require.NoError(t, server.After(answer, uint64(stream)))
-			require.NoError(t, server.Respond(b.reqs[0].handler, answer))
-			server.Flush()
+			id := m.answerBehind(t, stream)
 			require.Equal(t, ErrAgain, server.Stop(50*time.Millisecond))
 			require.Equal(t, ErrAgain, worker.Wait(id, 50*time.Millisecond, true))
 			open()
 			require.NoError(t, wait(worker, id))
 			require.NoError(t, g.FreeStream(stream))
-			require.ErrorContains(t, wait(worker, pushPull(t, worker, nil, []exchange.Tensor{y})), hasLeft)
+			require.ErrorContains(t, wait(worker, pushPull(t, worker, nil, []exchange.Tensor{tensor(t, 2, 64)})), hasLeft)
 			m.stop()
 			m.letGo(t)
 		})
 	}
+}
+
+// answerBehind has the worker push and pull, and the server answer behind a stream. It returns the push_pull.
+func (m *mesh) answerBehind(t *testing.T, stream cuda.Stream) (id uint64) {
+	server := m.servers[0]
+	x, y := tensor(t, 1, 64), tensor(t, 2, 64)
+	id = pushPull(t, m.workers[0], []exchange.Tensor{x}, []exchange.Tensor{y})
+	b, err := getBatch(server)
+	require.NoError(t, err)
+	answer, err := server.BeginAnswer()
+	require.NoError(t, err)
+	require.NoError(t, answer.AddPush(x))
+	require.NoError(t, server.After(answer, uint64(stream)))
+	require.NoError(t, server.Respond(b.reqs[0].handler, answer))
+	server.Flush()
+	return id
+}
+
+// TestStopInFrontOfAStream: a server that has left before its answers are sent has said Bye, and nobody waits for its
+// successor.
+func TestStopInFrontOfAStream(t *testing.T) {
+	m, g, stream, open := heldPair(t, "tcp", "FSERVER_STOP_TIMEOUT=1", "FSERVER_ON_PEER_LOST=wait")
+	worker, server := m.workers[0], m.servers[0]
+	id := m.answerBehind(t, stream)
+	stopped := make(chan error, 1)
+	go func() { stopped <- retried(func() error { return server.Stop(time.Second) }) }()
+	start := time.Now()
+	require.ErrorContains(t, wait(worker, id), hasLeft)
+	require.Less(t, time.Since(start), 10*time.Second)
+	open()
+	var late *TimeoutError
+	require.ErrorAs(t, <-stopped, &late)
+	require.NoError(t, g.FreeStream(stream))
+	require.NoError(t, retried(func() error { return worker.Stop(time.Second) }))
+	require.NoError(t, retried(func() error { return m.scheduler.Stop(time.Second) }))
+	m.letGo(t)
+}
+
+// TestFailedSaysNoBye: a server that fails while it leaves does not leave in good order.
+func TestFailedSaysNoBye(t *testing.T) {
+	m, g, stream, open := heldPair(t, "tcp")
+	worker, server := m.workers[0], m.servers[0]
+	id := m.answerBehind(t, stream)
+	require.Equal(t, ErrAgain, server.Stop(50*time.Millisecond))
+	require.True(t, server.driver.Under(func() { server.fail(errNeverTaken) }))
+	server.driver.Drive(trace.Now())
+	open()
+	require.NoError(t, server.Close())
+	err := wait(worker, id)
+	var lost *LostError
+	require.ErrorAs(t, err, &lost)
+	require.NotContains(t, err.Error(), hasLeft)
+	require.NoError(t, g.FreeStream(stream))
+	m.letGo(t)
 }
 
 // TestDeviceWaits: where the Fabric takes points, the device waits for the stream, and no word is made.

@@ -122,7 +122,7 @@ func (n *Node) act(p *peer, o peers.Output) {
 		n.meet()
 	case peers.SayBye:
 		p.parts, n.byes = true, true
-		n.sayByes()
+		n.sayByes(false)
 	case peers.Part:
 		n.channels.Left(p.index)
 		n.side.Left(p.index, o.Err)
@@ -142,13 +142,17 @@ func (n *Node) act(p *peer, o peers.Output) {
 }
 
 // sayByes says the Byes that are due. That of a server waits until all answers to the worker are
-// posted: what comes later is no answer for the worker.
-func (n *Node) sayByes() {
+// posted: what comes later is no answer for the worker. With last it does not wait: there is no later.
+// A node that has failed does not leave in good order.
+func (n *Node) sayByes(last bool) {
 	n.byes = false
+	if n.failed() != nil {
+		return
+	}
 	for _, p := range n.peers {
 		switch {
 		case !p.parts:
-		case n.server != nil && !n.server.Quiet(p.index):
+		case n.server != nil && !last && !n.server.Quiet(p.index):
 			n.byes = true
 		default:
 			p.parts = false

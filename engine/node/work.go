@@ -56,7 +56,7 @@ func (n *Node) reschedule() { n.driver.Schedule(work{n}.Next()) }
 func (n work) Drain() {
 	n.side.Drain()
 	if n.byes {
-		n.sayByes()
+		n.sayByes(false)
 	}
 }
 
