@@ -61,6 +61,8 @@ type Queue interface {
 	Full() bool
 	// Lacks reports whether there is none of peer i. For the owner.
 	Lacks(i int) bool
+	// Emptied changes when Lacks becomes true of a peer. Safe from any goroutine.
+	Emptied() uint32
 }
 
 // ShapeError says that a name or a number of a call is of no use.
@@ -307,6 +309,14 @@ func (ch *Channel) Queue() Queue { return ch.queue }
 
 // Taken reports whether a message of all peers is here. Safe from any goroutine.
 func (ch *Channel) Taken() bool { return ch.queue != nil && ch.queue.Full() }
+
+// Emptied changes when the part of a peer is not here any more that was. Safe from any goroutine.
+func (ch *Channel) Emptied() uint32 {
+	if ch.queue == nil {
+		return 0
+	}
+	return ch.queue.Emptied()
+}
 
 // Untaken is why none will be, or nil: the channel has ended, or a peer of which there is no request
 // has closed its side. For the owner.

@@ -22,9 +22,10 @@ func parting(channel string, i int) error {
 // Arrivals is the requests of a channel at a server that are not delivered, those for batches, or
 // unicasts.
 type Arrivals struct {
-	name   string           // of the channel; empty: batches; onUnicasts
-	queues []ring[*Request] // by client
-	ready  atomic.Int32     // clients with a request
+	name    string           // of the channel; empty: batches; onUnicasts
+	queues  []ring[*Request] // by client
+	ready   atomic.Int32     // clients with a request
+	emptied atomic.Uint32    // see Emptied
 }
 
 func (s *Server) newArrivals(name string) *Arrivals {
@@ -38,6 +39,9 @@ func (l *Arrivals) publish() {
 			ready++
 		}
 	}
+	if ready < l.ready.Load() {
+		l.emptied.Add(1)
+	}
 	l.ready.Store(ready)
 }
 
@@ -46,6 +50,9 @@ func (l *Arrivals) Lacks(i int) bool { return l.queues[i].len() == 0 }
 
 // Full reports whether there is a request of each client. Safe from any goroutine.
 func (l *Arrivals) Full() bool { return int(l.ready.Load()) == len(l.queues) }
+
+// Emptied changes when there is no request of a client any more of which there was one. Safe from any goroutine.
+func (l *Arrivals) Emptied() uint32 { return l.emptied.Load() }
 
 // Attach makes requests that name a channel wait for Take. For the owner, as all below.
 func (s *Server) Attach(channel string) *Arrivals {

@@ -134,14 +134,20 @@ func (n *Node) TakeOn(h uint64, s BatchSink, limit time.Duration, spin bool) err
 	if err != nil {
 		return err
 	}
-	closed := 0 // peers that have closed their sides and whose parts of the message are here
+	closed := 0             // peers that have closed their sides and whose parts of the message are here,
+	emptied := ch.Emptied() // until another thread takes it
 	for end := trace.Now() + int64(min(limit, forever)); ; limit = time.Duration(end - trace.Now()) {
-		if !n.driver.Await(func() bool { return ch.Taken() || ch.Closed() > closed }, limit, spin) {
+		news := func() bool { return ch.Taken() || ch.Closed() > closed || ch.Emptied() != emptied }
+		if !n.driver.Await(news, limit, spin) {
 			return ErrAgain
 		}
-		closed = ch.Closed()
+		closed, emptied = ch.Closed(), ch.Emptied()
 		if err := ch.Err(); err != nil && !ch.Taken() {
-			if isOver(err) && !n.driver.Await(ch.Taken, min(limit, afterwards), false) {
+			switch {
+			case !isOver(err):
+			case n.driver.Await(ch.Taken, min(limit, afterwards), false):
+				err = nil
+			default:
 				n.driver.Under(func() { err = ch.Untaken() })
 			}
 			if err != nil && !ch.Taken() {

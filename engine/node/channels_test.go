@@ -115,31 +115,54 @@ func channelsOf(t *testing.T, way ...string) {
 	require.NoError(t, s.CloseChannel(dropped, "", -1)) // its word is gone
 }
 
-// TestChannelHalfClosed: one worker has sent its part of a message and closed its side, and the other one may
-// still send its part. A wait for the message ends in time.
-func TestChannelHalfClosed(t *testing.T) {
-	m := newMesh(t, openFabrics, shape{2, 1, 1})
-	s := m.servers[0]
-	at, err := s.OpenChannel("decode")
+// comes waits until a request of worker i is here through a channel.
+func (n *Node) comes(t *testing.T, channel uint64, i int) {
+	ch, err := n.channel(channel)
 	require.NoError(t, err)
-	var from []uint64
+	require.Eventually(t, func() bool {
+		lacks := true
+		require.True(t, n.driver.Under(func() { lacks = ch.Queue().Lacks(i) }))
+		return !lacks
+	}, 20*time.Second, time.Millisecond)
+}
+
+// decodes is a mesh of two workers and a server with a channel between them, whose handles are at and from. push sends
+// the part of worker i of a message.
+func decodes(t *testing.T) (m *mesh, at uint64, from []uint64, push func(i int)) {
+	m = newMesh(t, openFabrics, shape{2, 1, 1})
+	at, err := m.servers[0].OpenChannel("decode")
+	require.NoError(t, err)
 	for i, w := range m.workers {
 		h, err := w.OpenChannel("decode")
 		require.NoError(t, err)
 		from = append(from, h)
 		require.NoError(t, w.TellChannel(h, 0, "a"))
-		require.NoError(t, s.TellChannel(at, i, "b"))
+		require.NoError(t, m.servers[0].TellChannel(at, i, "b"))
 	}
-	push := func(i int) {
+	return m, at, from, func(i int) {
 		p, err := m.workers[i].BeginPushPull()
 		require.NoError(t, err)
 		require.NoError(t, p.AddPush(tensor(t, 1, 9)))
 		require.NoError(t, m.workers[i].PushPullOn(from[i], p))
 	}
-	var b batch
+}
+
+// halfClose has worker 0 of decodes send its part of a message and close its side.
+func (m *mesh) halfClose(t *testing.T, at uint64, from []uint64, push func(i int)) {
+	s := m.servers[0]
 	push(0)
+	s.comes(t, at, 0)
 	require.NoError(t, m.workers[0].CloseChannel(from[0], "", -1))
 	require.Eventually(t, func() bool { return isOver(s.ChannelState(at, 0)) }, 20*time.Second, time.Millisecond)
+}
+
+// TestChannelHalfClosed: one worker has sent its part of a message and closed its side, and the other one may
+// still send its part. A wait for the message ends in time.
+func TestChannelHalfClosed(t *testing.T) {
+	m, at, from, push := decodes(t)
+	s := m.servers[0]
+	var b batch
+	m.halfClose(t, at, from, push)
 	require.Equal(t, ErrAgain, s.TakeOn(at, &b, 50*time.Millisecond, false))
 	require.Equal(t, ErrAgain, s.TakeOn(at, &b, afterwards+50*time.Millisecond, false))
 	push(1)
@@ -152,6 +175,37 @@ func TestChannelHalfClosed(t *testing.T) {
 	go func() { waits <- retried(func() error { return s.TakeOn(at, &batch{}, 20*time.Second, true) }) }()
 	require.NoError(t, m.workers[1].CloseChannel(from[1], "", -1))
 	require.True(t, isOver(<-waits))
+	require.NoError(t, s.CloseChannel(at, "", 20*time.Second))
+	m.stop()
+}
+
+// TestChannelTakenByAnother: likewise while several threads wait for the message. Those that do not get it learn that
+// there is no other.
+func TestChannelTakenByAnother(t *testing.T) {
+	m, at, from, push := decodes(t)
+	s := m.servers[0]
+	m.halfClose(t, at, from, push)
+	const threads = 8
+	took := make(chan error, threads)
+	for i := range threads {
+		go func() {
+			took <- retried(func() error { return s.TakeOn(at, &batch{}, 15*time.Second, i%2 == 0) })
+		}()
+	}
+	time.Sleep(2 * afterwards) // all have seen that a side is closed
+	start := time.Now()
+	push(1)
+	got := 0
+	for range threads {
+		if err := <-took; err == nil {
+			got++
+		} else {
+			require.True(t, isOver(err), "%v", err)
+		}
+	}
+	require.Equal(t, 1, got)
+	require.Less(t, time.Since(start), 10*time.Second)
+	require.NoError(t, m.workers[1].CloseChannel(from[1], "", -1))
 	require.NoError(t, s.CloseChannel(at, "", 20*time.Second))
 	m.stop()
 }
