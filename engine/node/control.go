@@ -112,8 +112,8 @@ func (n *Node) runs() {
 const maxStuck = 1024
 
 // sendFrame posts a control frame, now or, under back-pressure, later. One of a channel also
-// waits for the server's answer to the Up. A connection that we have opened and that is broken ends here: that may have been
-// reported before its link was known. The end of any other is reported by itself.
+// waits for the server's answer to the Up. A connection that we have opened and that takes no more ends after downLimit, when what has
+// arrived there has been given: its end may have been reported before its link was known. The end of any other is reported by itself.
 func (n *Node) sendFrame(l *link, frame []byte) {
 	channel := wire.FrameType(frame) == wire.TypeChannel
 	if len(l.frames) == 0 && (!channel || l.peer.Heard()) {
@@ -121,7 +121,7 @@ func (n *Node) sendFrame(l *link, frame []byte) {
 		n.frame[0] = transport.Op{Kind: transport.OpFrame, Frame: frame, Passes: channel}
 		k, err := l.conn.Post(n.frame[:])
 		if err != nil && l.kind != linkMember && n.links[l.conn] == l {
-			n.down(l, err)
+			n.ails(l, err, downLimit)
 		}
 		if k == 1 || err != nil {
 			return
