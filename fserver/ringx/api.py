@@ -66,7 +66,7 @@ def backward_of(
     dsink = None
     if sink is not None:
         share = torch.exp(sink.to(lse.dtype)[:, None] - lse).transpose(1, 2)
-        dsink = -(share * (dout * out).sum(-1, dtype=lse.dtype)).sum((0, 1)).to(sink.dtype)
+        dsink = -(share * (dout.to(lse.dtype) * out).sum(-1)).sum((0, 1)).to(sink.dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink
 
 

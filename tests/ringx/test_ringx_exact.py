@@ -278,6 +278,22 @@ def test_gradcheck(world: World, members: tuple[int, ...], algorithm: str):
     assert all(world.run(members, checked, algorithm))
 
 
+def of_sink(me: Rank) -> float:
+    """The relative error of the gradient of a sink in float32, against its formula in float64 with
+    out and lse as they are returned."""
+    q, k, v, dout = torch.randn(4, 1, 32, 2, 8, generator=torch.manual_seed(7)).bfloat16()
+    sink = torch.tensor([0.5, -0.5]).requires_grad_()
+    out, lse = ringx_attention(q, k, v, causal=True, group=me.group, sink=sink, return_lse=True)
+    out.backward(dout)
+    share = torch.exp(sink.detach().double()[:, None] - lse.detach().double())[0].T
+    want = -(share * (dout.double() * out.detach().double()).sum(-1)[0]).sum(0)
+    return float((sink.grad - want).abs().max() / want.abs().max())
+
+
+def test_the_gradient_of_a_sink_is_in_the_type_of_lse(world: World):
+    assert max(world.run((3,), of_sink)) < 1e-5
+
+
 def wire_type(me: Rank, algorithm: str) -> list[torch.dtype]:
     """Types of what is added up over ranks."""
     seen: list[torch.dtype] = []
