@@ -202,15 +202,11 @@ def run(
         return found[0], found[1].detach()
     ranks = ranks_of(group)
     lengths = settled(ranks, q, k, v, sink, options, more)
-    with _on(q):
+    with torch.cuda.device_of(q):
         out, lse = _Attention.apply(
             *_even(q, k, v), sink, *_planned(ranks, lengths, q, k, sink, options)
         )
         return out, lse
-
-
-def _on(q: Tensor) -> AbstractContextManager[Any]:
-    return torch.cuda.device(q.device) if q.is_cuda else nullcontext()
 
 
 def _even(q: Tensor, k: Tensor, v: Tensor) -> Triple:
@@ -297,7 +293,7 @@ def _opaque(q: Tensor, k: Tensor, v: Tensor, sink: Any, ends: Any, group: str, *
     *some, gradients = how
     options, ranks = Options._make((*some, ends)), ranks_of(_group_of(group))
     lengths = settled(ranks, q, k, v, sink, options, lambda: None, gradients)
-    with _on(q):
+    with torch.cuda.device_of(q):
         plan = _planned(ranks, lengths, q, k, sink, options)
         out, lse = forward_of(*_even(q, k, v), sink, *plan)
     kept = [*lengths[0], *lengths[1], *(backend in enabled() for backend in ENABLED)]
@@ -326,7 +322,7 @@ def _opaque_backward(
     numbers = kept.tolist()
     size = ranks.size
     lengths, flags = (numbers[:size], numbers[size : 2 * size]), numbers[2 * size :]
-    with _on(q):
+    with torch.cuda.device_of(q):
         plan = _planned(ranks, lengths, q, k, sink, options)
         given = Given(dout.contiguous(), *_even(q, k, v), out, lse)
         with enabling([one for one, flag in zip(ENABLED, flags, strict=True) if flag]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,7 +73,7 @@ def combine(parts: list[Part], out: Tensor, lse: Tensor | None) -> None:
     bounds = tuple((p.rows.start, p.rows.stop) for p in parts)
     total, width = batch * length * heads, triton.next_power_of_2(dim)
     rows = max(1, VALUES // width)
-    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
+    with torch.cuda.device_of(out):
         _kernel[triton.cdiv(total, rows),](
             out, out if lse is None else lse, values, lses, strides, bounds,
             total, length, heads, dim, WEIGHED=lse is not None, ROWS=rows, WIDTH=width,
