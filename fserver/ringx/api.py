@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.fx.node import has_side_effect
 
 from fserver.errors import Error, ShapeError
 
@@ -50,7 +51,7 @@ def forward_of(
         level = sink.to(lse.dtype)[:, None]
         out = out * torch.sigmoid(lse - level).transpose(1, 2)[..., None]
         lse = torch.logaddexp(lse, level)
-    return out.to(q.dtype).contiguous(), lse
+    return out.to(q.dtype).contiguous(), lse.contiguous()
 
 
 def backward_of(
@@ -353,3 +354,8 @@ def _gradients(ctx: Any, dout: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _opaque.register_autograd(_gradients, setup_context=_keep)
+
+# Other ranks wait for a call whose result is not used here: the compiler has to keep it. An ordered
+# effect (`register_effect`) would too, but torch 2.11 then fails under activation checkpointing.
+for _operator in torch.ops.fserver.ringx_attention, torch.ops.fserver.ringx_attention_backward:
+    has_side_effect(_operator.default)

@@ -10,9 +10,11 @@ import pytest
 import torch
 from exact import Problem, attend, check
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from world import LIMIT, Rank, World
 
-from fserver.ringx import kernels, ringX3_attn_func, ringx_attention, shard
+from fserver.ringx import api, kernels, ringX3_attn_func, ringx_attention, shard
+from fserver.ringx.ranks import ranks_of
 
 TWO = (2, 3)
 """A group of two that does not start at rank 0."""
@@ -87,6 +89,79 @@ def test_module(world: World, backend: str, monkeypatch: pytest.MonkeyPatch):
     for worst, graphs in world.run(TWO, trained, backend):
         assert worst < 1e-12
         assert graphs[1] == graphs[2], "a graph for each length"
+
+
+def unused(me: Rank, backend: str) -> list[int]:
+    """How many calls are made whose result is not used, without and with a gradient."""
+    torch._dynamo.reset()
+    torch._inductor.config.compile_threads = 1
+    torch._inductor.config.force_disable_caches = True
+
+    def call(q: torch.Tensor) -> torch.Tensor:
+        ringx_attention(q, q, q, causal=True, group=me.group)
+        return q + 1
+
+    fast, found = torch.compile(call, fullgraph=True, backend=backend), []
+    kept = ranks_of(me.group).kept
+    for wanted in (False, True):
+        before = kept.calls
+        fast(torch.randn(1, 8, 2, 8).requires_grad_(wanted))
+        found.append(kept.calls - before)
+    return found
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_calls_whose_result_is_not_used(world: World, backend: str, monkeypatch: Any):
+    """They are made: other ranks may use theirs, and wait."""
+    monkeypatch.setitem(LIMIT, "cpu", 300.0)
+    assert world.run(TWO, unused, backend) == [[1, 1]] * 2
+
+
+def checkpointed(me: Rank) -> tuple[list[int], float]:
+    """The calls of two layers that are computed again in backward, plain and compiled, and the
+    difference of their gradients."""
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return x + ringx_attention(x, x, x, causal=True, group=me.group).sin()
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x.sum()
+
+    torch._dynamo.reset()
+    x = torch.randn(1, 8, 2, 8, dtype=torch.float64, generator=torch.manual_seed(me.rank))
+    kept, calls, grads = ranks_of(me.group).kept, [], []
+    for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        before = kept.calls
+        grads += torch.autograd.grad(call(x.requires_grad_()), x)
+        calls.append(kept.calls - before)
+    return calls, float((grads[0] - grads[1]).abs().max())
+
+
+def test_checkpointed_layers(world: World):
+    for calls, error in world.run(TWO, checkpointed):
+        assert calls == [4, 4] and error < 1e-12
+
+
+def alone(me: Rank) -> tuple[float, set[str]]:
+    """The error of lse with inductor, for a batch, and what torch says of the operator."""
+    torch._dynamo.reset()
+    torch._inductor.config.compile_threads = 1
+    torch._inductor.config.force_disable_caches = True
+    q = torch.randn(2, 8, 4, 16, generator=torch.manual_seed(1))
+    call = partial(ringx_attention, causal=True, group=me.group, return_lse=True)
+    out, lse = torch.compile(call, fullgraph=True, backend="inductor")(q, q, q)
+    name = me.group.group_name
+    how = (name, "auto", True, None, None, torch.float32, None, False, None, False)
+    said = torch.library.opcheck(api._opaque, (q, q, q, None, None, *how))
+    return float((lse - call(q, q, q)[1]).abs().max()), {*said.values()}
+
+
+def test_one_rank_and_a_batch(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(LIMIT, "cpu", 300.0)
+    ((error, said),) = world.run((3,), alone)
+    assert error < 1e-6 and said == {"SUCCESS"}
 
 
 def like_the_reference(me: Rank) -> float:
