@@ -186,7 +186,8 @@ def _documents_planned(
     )
     by_owner = torch.arange(ends[-1], device=device).view(size, -1)
     every = slice(0, local[-1])
-    calls = [Block(every, by_owner[rank], Segments(local, local, True))]
+    own = slice(rank * local[-1], (rank + 1) * local[-1])
+    calls = [Block(every, [own], Segments(local, local, True))]
     if rank:
         before = tuple(rank * end for end in halves)
         calls.append(

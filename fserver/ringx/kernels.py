@@ -198,12 +198,21 @@ def _lengths(
     return (*ends, *longest), options
 
 
-@lru_cache(maxsize=16)
 def _ends(
     ends: tuple[int, ...], batch: int, length: int, device: torch.device, stream: int
 ) -> Tensor:
-    """Returns where documents end in the sequences of a batch, one behind the other. Kept for the
-    layers of a model: on each stream, behind what has made it there."""
+    """Returns where documents end in the sequences of a batch, one behind the other. Without
+    documents nothing is uploaded or kept, as the capture of a CUDA graph may be under way."""
+    if len(ends) == 2:
+        return torch.arange(0, batch * length + 1, length, device=device, dtype=torch.int32)
+    return _uploaded(ends, batch, length, device, stream)
+
+
+@lru_cache(maxsize=64)  # 4 for each packing
+def _uploaded(
+    ends: tuple[int, ...], batch: int, length: int, device: torch.device, stream: int
+) -> Tensor:
+    """Kept for the layers of a model: on each stream, behind what has made it there."""
     every = [row * length + end for row in range(batch) for end in ends[:-1]]
     return on_device([*every, batch * length], device).int()
 

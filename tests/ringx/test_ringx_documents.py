@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from world import Rank, World
 
 from fserver.errors import ConfigError, ShapeError
-from fserver.ringx import arguments, positions, ringx_attention, shard, unshard
+from fserver.ringx import arguments, exchanges, kernels, positions, ringx_attention, shard, unshard
 
 RANKS = (0, 1), (1, 2, 3), (0, 1, 2, 3)
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
@@ -330,3 +330,31 @@ def captured(me: Rank) -> str:
 def test_no_capture(world: World):
     for text in world.run((0, 1), captured):
         assert "cu_seqlens in the capture of a CUDA graph: a graph would keep these" in text
+
+
+def test_sixteen_packings_are_kept(monkeypatch: pytest.MonkeyPatch):
+    """A packing is the ends of the rows and of the keys of three calls, of which four differ."""
+    uploads = 0
+
+    def counted(numbers: list[int], device: torch.device) -> torch.Tensor:
+        nonlocal uploads
+        uploads += 1
+        return torch.tensor(numbers)
+
+    monkeypatch.setattr(kernels, "on_device", counted)
+    cpu = torch.device("cpu")
+    kernels._uploaded.cache_clear()
+    for _ in range(2):
+        for last in range(16):
+            for first in range(4):
+                kernels._ends((0, 1 + first, 20 + last), 1, 20 + last, cpu, 0)
+    assert uploads == 64
+    kernels._uploaded.cache_clear()
+
+
+def test_own_keys_need_no_index():
+    """One would keep alive the numbers of all keys."""
+    own, *others = exchanges._documents_planned((0, 8, 24), 1, 2, torch.device("cpu"), 0)
+    assert own.keys == [slice(12, 24)]
+    for call in others:
+        assert call.keys.untyped_storage().nbytes() == call.keys.nbytes

@@ -299,6 +299,17 @@ def test_calls_of_flash(world: World, window: int | None, batch: int):
     assert max(worst.values()) <= EXACT, worst
 
 
+def test_ends_without_documents_come_from_the_device(monkeypatch: pytest.MonkeyPatch):
+    """The capture of a CUDA graph, in which a window may be, has no uploads."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("uploaded")
+
+    monkeypatch.setattr(kernels, "on_device", refuse)
+    found = kernels._ends((0, 5), 3, 5, torch.device("cpu"), 0)
+    assert found.tolist() == [0, 5, 10, 15] and found.dtype == torch.int32
+
+
 def without_one(me: Rank, options: dict[str, Any]) -> tuple[str, str] | None:
     """What the last of three ranks learns when the others do not come."""
     with group_of_three(me) as group:
