@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from torch import Tensor
 from fserver.errors import Error
 
 from .ranks import Ranks
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -71,20 +73,23 @@ class Window:
         self._memory.pop(name, None)
         del have
         torch.cuda.empty_cache()  # this memory is not of torch's allocator
-        aligned, problem = -(-size // ALIGNED) * ALIGNED, None
-        try:
-            tensor = symmetric.empty(aligned, dtype=torch.uint8, device=self._device)
-        except RuntimeError as error:
-            problem = error
         step, ranks.step = ranks.step, "memory for copies"
-        refused = any(ranks.ask(problem is not None))
+
+        def made() -> Tensor:
+            aligned = -(-size // ALIGNED) * ALIGNED
+            return symmetric.empty(aligned, dtype=torch.uint8, device=self._device)
+
+        handle = None
+        tensor, problem = _agreed(ranks, made)
+        if tensor is not None:  # on all ranks: they can wait for each other
+            join = partial(symmetric.rendezvous, tensor, ranks.group.group_name)
+            handle, problem = _agreed(ranks, join)
         ranks.step = step
-        if refused:
+        if tensor is None or problem:
             self._refused[name] = size
-            what = problem or "another rank has none"
-            warnings.warn(f"ringx: collectives for want of {size} bytes: {what}", stacklevel=2)
+            warnings.warn(f"ringx: collectives for want of {size} bytes: {problem}", stacklevel=2)
             return False
-        self._memory[name] = _Memory(symmetric.rendezvous(tensor, ranks.group.group_name), tensor)
+        self._memory[name] = _Memory(handle, tensor)
         return True
 
     @property
@@ -161,25 +166,30 @@ def _made(ranks: Ranks, device: torch.device) -> Window | None:
             window.fence()
         return window
 
-    window = _agreed(ranks, lambda: Window(ranks, device))
-    return window and _agreed(ranks, partial(tried, window))
-
-
-def _agreed(ranks: Ranks, make: Callable[[], Window]) -> Window | None:
-    """What each rank makes, or None on all of them if one cannot. So whatever fails where, the
-    ranks ask each other as often."""
-    problem: Exception | None = None
-    try:
-        window = make()
-    except Error:  # a rank does not come: no more can be settled with it
-        raise
-    except RuntimeError as error:  # such as a backend of symmetric memory without them
-        problem = error
+    window, problem = _agreed(ranks, lambda: Window(ranks, device))
+    if window:
+        window, problem = _agreed(ranks, partial(tried, window))
+    if problem:
         warnings.warn(
             f"ringx: copies=True uses collectives, because the ranks cannot copy here: {problem}",
             stacklevel=2,
         )
-    return None if any(ranks.ask(problem is not None)) else window
+    return window
+
+
+def _agreed(ranks: Ranks, make: Callable[[], T]) -> tuple[T | None, object]:
+    """Returns what each rank makes. If one cannot, returns None on all of them, and why. So
+    whatever fails where, the ranks ask each other as often."""
+    made, problem = None, None
+    try:
+        made = make()
+    except Error:  # a rank does not come: no more can be settled with it
+        raise
+    except Exception as error:  # such as a backend of symmetric memory without them
+        problem = error
+    if any(ranks.ask(problem is not None)):
+        return None, problem or "another rank cannot"
+    return made, None
 
 
 def _place(device: torch.device) -> tuple[str, str]:

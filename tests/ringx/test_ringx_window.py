@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -268,6 +269,24 @@ def test_later_errors_do_not_name_the_memory_for_copies(no_gpu: None):
 
     with pytest.warns(UserWarning, match="collectives for want of 1 bytes: no such memory"):
         assert both(reserved) == [(False, "forward")] * 2
+
+
+def test_a_rank_that_cannot_join_the_others_memory(monkeypatch: pytest.MonkeyPatch, no_gpu: None):
+    """Whatever the error is, both hear of it."""
+    rank_of = threading.local()
+
+    def joined(*_: object) -> None:
+        if rank_of.rank:
+            raise ValueError("no such handle")
+
+    def reserved(ranks: Paired) -> bool:
+        rank_of.rank, ranks.group = ranks.rank, SimpleNamespace(group_name="")
+        return window.Window(ranks, torch.device("cuda", 0)).reserve(ranks, "keys", 1)
+
+    monkeypatch.setattr(_symmetric_memory, "empty", lambda *_, **__: torch.empty(1))
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", joined)
+    with pytest.warns(UserWarning, match="1 bytes: (no such handle|another rank cannot)"):
+        assert both(reserved) == [False, False]
 
 
 def mutated(me: Rank, *args: Any) -> Any:
