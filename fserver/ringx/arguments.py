@@ -18,7 +18,7 @@ from fserver.errors import ConfigError, Error, ShapeError, TimeoutError
 
 from .algorithms import ALGORITHMS, SLIDING
 from .kernels import DTYPES, capturing, choose, enabled
-from .ranks import UNUSABLE, Lengths, Ranks, said
+from .ranks import Lengths, Ranks, said
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -365,8 +365,7 @@ def settled(
     except Exception as error:  # the other ranks would wait
         problem = ConfigError(f"ringx: the arguments cannot be checked: {error!r} (see its cause)")
         problem.__cause__ = error
-    if kept.broken:
-        raise Error(f"ringx: a rank of the group has missed an earlier call. {UNUSABLE}")
+    ranks.check_unbroken()
     captured = isinstance(q, Tensor) and capturing(q.device)
     if captured and options.cu_seqlens is not None:
         raise ConfigError(

@@ -111,11 +111,13 @@ class Ranks:
 
     def ask(self, value: T, hint: str = "") -> list[T]:
         """Returns what each rank has said. The ranks have a backend of gloo's for it: a rank that
-        asks alone meets no collective of others, and nobody waits for a GPU. `hint` is for the text
-        of an error."""
+        asks alone meets no collective of others, and nobody waits for a GPU. The step is sent too,
+        so that ranks at different steps do not take each other's answers. `hint` is for the text of
+        an error."""
         if self.size == 1:
             return [value]
-        text = pickle.dumps(value)
+        self.check_unbroken()
+        text = pickle.dumps((self.step, value))
         try:
             sizes = self._told(torch.tensor([[len(text)]]), hint)
             padded = bytearray(text.ljust(int(sizes.max())))
@@ -123,7 +125,21 @@ class Ranks:
         except Error:
             self.kept.broken = True
             raise
-        return [pickle.loads(bytes(theirs.tolist())) for theirs in texts]
+        steps, values = zip(
+            *(pickle.loads(bytes(theirs.tolist())) for theirs in texts), strict=True
+        )
+        if other := next((rank for rank in range(self.size) if steps[rank] != steps[0]), None):
+            self.kept.broken = True
+            raise Error(
+                f"ringx: {self.step}: rank 0 of the group is at {steps[0]!r} and rank {other} at "
+                f"{steps[other]!r}: want the same calls in the same order on all ranks. {UNUSABLE}"
+            )
+        return [*values]
+
+    def check_unbroken(self) -> None:
+        """Raises an Error if the ranks have lost each other in an earlier call."""
+        if self.kept.broken:
+            raise Error(f"ringx: a rank of the group has missed an earlier call. {UNUSABLE}")
 
     def _told(self, mine: Tensor, hint: str) -> Tensor:
         found = mine.new_empty(self.size, mine.shape[1])
@@ -180,7 +196,8 @@ def ranks_of(group: object) -> Ranks:
                 f"ringx: group is a DeviceMesh with {group.ndim} dimensions: want one (such as "
                 'mesh["cp"], the one that splits the sequence)'
             )
-        group = group.get_group()
+        outside = group.get_coordinate() is None
+        group = dist.GroupMember.NON_GROUP_MEMBER if outside else group.get_group()
     group = dist.group.WORLD if group is None else group
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError(

@@ -13,9 +13,9 @@ from test_ringx_timeouts import ALL, LIMIT, MEMBERS, REMEDY, group_of_three
 from world import Rank, World
 
 from fserver.errors import ConfigError, Error
-from fserver.ringx import ringx_attention
+from fserver.ringx import ringx_attention, unshard
 from fserver.ringx.arguments import ALONE
-from fserver.ringx.ranks import Ranks, ranks_of
+from fserver.ringx.ranks import UNUSABLE, Ranks, ranks_of
 
 X = torch.ones(1, 4, 2, 8)
 
@@ -145,3 +145,26 @@ def test_a_rank_that_is_a_call_ahead(world: World):
             "ringx: the number of this call in the group is 1 on rank 0 and 2 on rank 1 of the "
             "group: want the same on all ranks"
         )
+
+
+def questions(me: Rank) -> list[str]:
+    """Rank 1 joins parts while the others compare, and then all ask again."""
+    group = dist.new_group([*range(me.size)])
+    said = []
+    for _ in range(2):
+        with pytest.raises(Error) as error:
+            if me.rank == 1:
+                unshard(X, "contiguous", group=group)
+            else:
+                ringx_attention(X, X, X, causal=True, group=group)
+        said.append(str(error.value))
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+    return said
+
+
+def test_two_questions_are_told_apart(world: World):
+    for first, second in world.run(ALL, questions):
+        want = "rank 0 of the group is at 'comparing the arguments' and rank 1 at 'joining the part"
+        assert want in first and UNUSABLE in first
+        assert "a rank of the group has missed an earlier call" in second

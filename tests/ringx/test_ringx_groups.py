@@ -116,3 +116,21 @@ def test_parts_that_do_not_fit_are_an_error_on_all(world: World):
     first, second = world.run((2, 3), unlike)
     assert all("want one dtype and shape" in text for text in (*first[:2], *second))
     assert "dim 5 of type int: want -2 to 1, as parts.shape is (1, 4)" in first[2]
+
+
+def outside(me: Rank) -> list[str]:
+    """A mesh of the last two ranks, on all ranks."""
+    mesh, x = DeviceMesh("cpu", [2, 3]), torch.ones(1, 4, 2, 8)
+    said = []
+    for call in (lambda: positions(8, "zigzag", group=mesh),
+                 lambda: ringx_attention(x, x, x, causal=True, group=mesh)):  # fmt: skip
+        try:
+            call()
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_mesh_without_this_process(world: World):
+    want = "ringx: group: this process is not a member (call the function on members only)"
+    assert world.run(ALL, outside) == [[want, want], [want, want], [], []]
