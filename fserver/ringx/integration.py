@@ -2,19 +2,127 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from fserver.errors import ConfigError
 
-from .api import ringx_attention
-from .arguments import need
+from .api import run
+from .arguments import Options, need
+from .kernels import capturing
 from .ranks import Group
 
-REFUSED = ("softcap", "position_bias", "cache")
 REMEDY = "use another attn_implementation, or a model without it"
+REFUSED = ("block_indices", "cache", "dropout", "indices", "position_bias", "sinks", "softcap")
+IGNORED = (
+    "cache_position", "labels", "max_length_k", "max_length_q", "num_items_in_batch",
+    "position_ids", "seq_idx", "shift_labels",
+)  # fmt: skip
+"""Tensors that a model passes on to its attention, and that change nothing there."""
+
+KNOWN = {
+    "and_masks", "bidirectional_mask_function", "causal_mask_function",
+    "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
+    "sliding_window_overlay",
+}  # fmt: skip
+"""The functions of transformers from which ringx can follow a mask."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What attention has to know of a mask: why it is refused, if it is, and its sliding window.
+    A mask that raised an error itself would leave the other ranks waiting."""
+
+    problem: str
+    window: int | None
+
+
+def _mask(
+    *_: Any, mask_function: Callable[..., Any], attention_mask: Tensor | None = None,
+    local_size: int | None = None, use_vmap: bool = False, **__: Any,
+) -> Mask | None:  # fmt: skip
+    """Returns the mask that attention is given: None if it only has to know whether it is causal.
+    Documents that transformers has seen by their positions are a matter for attention."""
+    problem = ""
+    if attention_mask is not None and not attention_mask.all():
+        problem = (
+            "attention_mask hides tokens: not supported (pad behind the tokens, leave the mask "
+            "out, and leave the padding out of the loss)"
+        )
+    parts = _parts(mask_function)
+    if use_vmap or not parts <= KNOWN:
+        problem = (
+            f"mask_function is made of {', '.join(sorted(parts))}, use_vmap is {use_vmap}: want a "
+            "causal or full mask, with a sliding window or without, and no function of the "
+            f"model's own (not supported: {REMEDY})"
+        )
+    return Mask(problem, local_size) if problem or local_size is not None else None
+
+
+def _parts(function: Callable[..., Any]) -> set[str]:
+    """Returns the names of the functions of which transformers has made a mask."""
+    found = {function.__qualname__.split(".")[0]}
+    for cell in function.__closure__ or ():
+        inside = cell.cell_contents
+        for part in inside if isinstance(inside, tuple) else (inside,):
+            if hasattr(part, "__closure__"):
+                found |= _parts(part)
+    return found
+
+
+class Positions:
+    """Reports whether positions start again. The answer waits for the GPU, so it is kept for the
+    layers of a model, which have one tensor of positions."""
+
+    def __init__(self) -> None:
+        self._last: Callable[[], Tensor | None] = lambda: None
+        self._version, self._restart = -1, False
+
+    def restart(self, where: object) -> bool:
+        """Cannot tell, and says no, under torch.compile and in the capture of a CUDA graph."""
+        if not isinstance(where, Tensor) or where.dim() > 2:  # more: those of pictures
+            return False
+        if torch.compiler.is_compiling() or capturing(where.device):
+            return False
+        version = -1 if where.is_inference() else where._version
+        if self._last() is not where or self._version != version:
+            self._last, self._version = ref(where), version
+            self._restart = bool((where.diff() < 0).any())
+        return self._restart
+
+
+def _check(mask: object, window: int | None, given: dict[str, Any]) -> None:
+    """Checks what only a model gives."""
+    if isinstance(mask, Mask):
+        if mask.problem:
+            raise ConfigError(f"ringx: {mask.problem}")
+        want = f"{mask.window}, as the mask of the layer has it (not supported: {REMEDY})"
+        need(mask.window == window, "sliding_window", window, want)
+        mask = None
+    for what, value in {"attention_mask": mask, **given}.items():
+        unknown = isinstance(value, Tensor) and what not in IGNORED
+        good = value is None or not (unknown or what in REFUSED)
+        need(good, what, value, f"none (not supported: {REMEDY})")
+
+
+def _check_documents(
+    for_q: Tensor | None, for_k: Tensor | None, positions: Positions, where: object
+) -> None:
+    if for_k is not None and (for_q is None or not torch.equal(for_q, for_k)):
+        raise ConfigError(
+            "ringx: cu_seq_lens_k differs from cu_seq_lens_q: not supported (give the model the "
+            "same documents for both)"
+        )
+    if for_q is None and positions.restart(where):
+        raise ConfigError(
+            "ringx: position_ids start again, as those of packed documents, and cu_seq_lens_q is "
+            "None: want both (give the model cu_seq_lens_q=cu_seqlens)"
+        )
 
 
 def register_attention(
@@ -57,44 +165,27 @@ def register_attention(
             f"ringx: transformers: {error} (install transformers 4.53 or newer)"
         ) from error
 
-    options: dict[str, Any] = {
-        "layout": layout, "group": group, "reduce_dtype": reduce_dtype, "agreed": agreed,
-        "copies": copies,
-    }  # fmt: skip
+    positions = Positions()
 
     def attention(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: object,
         dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
         s_aux: Tensor | None = None, sliding_window: int | None = None,
         cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None, **more: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        refused = {"attention_mask": attention_mask, "dropout": dropout or None}
-        refused |= {name: more.get(name) for name in REFUSED}
-        for what, given in refused.items():
-            need(given is None, what, given, f"none (not supported: {REMEDY})")
-        for_q, for_k = cu_seq_lens_q, cu_seq_lens_k
-        if for_k is not None and (for_q is None or not torch.equal(for_q, for_k)):
-            raise ConfigError(
-                "ringx: cu_seq_lens_k differs from cu_seq_lens_q: not supported (give the model "
-                "the same documents for both)"
-            )
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-        how = algorithm if sliding_window is None else "auto"
-        out = ringx_attention(
-            q, k, v, algorithm=how, causal=causal, scale=scaling, sink=s_aux,
-            cu_seqlens=cu_seq_lens_q, window=sliding_window, **options,
-        )  # fmt: skip
-        assert isinstance(out, Tensor)
-        return out, None
+        def check() -> None:
+            _check(attention_mask, sliding_window, {"dropout": dropout or None, **more})
+            _check_documents(cu_seq_lens_q, cu_seq_lens_k, positions, more.get("position_ids"))
 
-    def mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
-        """The mask that attention is given: none."""
-        if attention_mask is not None and not attention_mask.all():
-            raise ConfigError(
-                "ringx: attention_mask hides tokens: not supported (pad behind the tokens, leave "
-                "the mask out, and leave the padding out of the loss)"
-            )
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        # Under autocast a rotary embedding leaves q and k in float32.
+        q, k, v = (t.transpose(1, 2).to(value.dtype) for t in (query, key, value))
+        how = algorithm if sliding_window is None else "auto"
+        options = Options(
+            how, causal, layout, scaling, reduce_dtype, agreed, copies, sliding_window,
+            cu_seq_lens_q,
+        )  # fmt: skip
+        return run(q, k, v, s_aux, group, options, check)[0], None
 
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, mask)
+    AttentionMaskInterface.register(name, _mask)
