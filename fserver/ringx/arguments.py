@@ -297,9 +297,9 @@ GRADIENTS = "requires_grad (of q, k, v or sink, in grad mode)"
 CALL = "the number of this call in the group"
 KNOWN = 4096  # signatures that are kept of a group
 ALONE = (
-    "If this rank alone has changed an argument, such as a length, since the calls before: the "
-    "others compare only calls that are new to all (pass agreed=False to all calls in which ranks "
-    "may change their arguments alone). "
+    "If this rank alone has changed an argument, such as a length, or the kernels that sdpa_kernel "
+    "enables, since the calls before: the others compare only calls that are new to all (pass "
+    "agreed=False to all calls in which ranks may change them alone). "
 )
 
 
