@@ -29,6 +29,9 @@ PARTS ?=
 JOBS ?= 2
 CASES ?=
 
+ifneq ($(words $(CURDIR)),1)
+$(error the path "$(CURDIR)" has blanks, which the build does not take: move the checkout)
+endif
 BIN := $(abspath $(VENV))/bin
 BUILDER := $(BIN)/python tools/builder.py
 export GOTOOLCHAIN := local
@@ -61,6 +64,7 @@ setup: ## make .venv and install the pinned requirements
 	    echo "setup: $(PYTHON) cannot make virtual environments (apt-get install python3-venv)" >&2; exit 1; }
 	  $(PYTHON) -m venv $(VENV)
 	fi
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip
 	if [[ $$(cat $(BIN)/../.fserver-requirements 2>/dev/null) != $(REQUIREMENTS) ]]; then
 	  $(BIN)/python -m pip install -r requirements/build.txt -r requirements/dev.txt -r requirements/demo.txt \
 	    -r requirements/bench.txt -r requirements/ringx.txt
@@ -76,7 +80,8 @@ engine: setup ## build the engine: build/libfserver.a
 
 ext: setup ## build the extension, with an adapter to torch, and put fserver into .venv, in place
 	@$(BUILDER) ext
-	if [[ $$(cat $(BIN)/../.fserver-install 2>/dev/null) != "$(PACKAGING)" ]]; then
+	if [[ $$(cat $(BIN)/../.fserver-install 2>/dev/null) != "$(PACKAGING)" ]] ||
+	  ! compgen -G "$(BIN)/../lib/python*/site-packages/__editable__*fserver*" >/dev/null; then # `pip install .` replaces it
 	  $(BIN)/python -m pip install --no-deps --no-build-isolation -e .
 	  echo "$(PACKAGING)" >$(BIN)/../.fserver-install
 	fi

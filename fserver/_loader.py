@@ -92,7 +92,7 @@ def check(package: Path) -> None:
 def _remedy(package: Path) -> str:
     root = package.parent
     if (root / "setup.py").is_file():
-        pip = f"{sys.executable} -m pip install --no-build-isolation --no-deps -e {root}"
+        pip = f"{sys.executable} -m pip install --no-deps -e {root}"
         return f"run `make af` in {root}, or, for this Python, `{pip}`"
     wheel = "the wheel of fserver for this Python"
     return f"run `{sys.executable} -m pip install --no-deps --force-reinstall` with {wheel}"

@@ -1,6 +1,7 @@
 """`fserver config`: what compiles and links programs in C and C++ with this installation."""
 
 import argparse
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -36,8 +37,14 @@ def main(argv: list[str]) -> int:
     if not (HOME / "lib/libfserver.so").is_file():
         print(f"fserver: {HOME / 'lib'} has no libraries (make ext builds them)", file=sys.stderr)
         return 1
-    print(shlex.join(_words(options)))
+    print(" ".join(_quoted(word) for word in _words(options)))
     return 0
+
+
+def _quoted(word: str) -> str:
+    """A shell splits the output of $(...) at blanks, and takes quotes as they are: only words that
+    cannot be used so anyway are quoted, for eval."""
+    return shlex.quote(word) if re.search(r"[\s'\"\\$`*?\[]", word) else word
 
 
 def _words(options: argparse.Namespace) -> list[str]:

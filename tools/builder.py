@@ -38,7 +38,8 @@ WORK = BUILD / sysconfig.get_config_var("SOABI")  # for this Python
 HEADER = ROOT / "engine/cabi/fserver.h"
 
 # Two Go runtimes live in one process as long as neither sees the other's symbols, and a Go runtime
-# cannot be unloaded. Some compilers default to immediate binding; see fserver/_loader.py.
+# cannot be unloaded. Some compilers default to immediate binding, and so do the LDFLAGS of conda
+# and others, so these come behind them; see fserver/_loader.py.
 EXPORTS = "{ global: PyInit_*; local: *; };\n"
 LINK = ["-shared", "-Wl,-z,nodelete", "-Wl,-z,lazy", "-Wl,-z,text", "-Wl,--as-needed"]
 LINK += ["-Wl,--strip-debug", "-lresolv", "-lpthread"]
@@ -165,9 +166,9 @@ def extension(package: Path) -> None:
         fits = needs.adapters().literal(HEADER)
         _put(GENERATED / "adapter_id.inc", f"#define FS_ADAPTER {fits}\n".encode())
 
-        flags = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
+        flags = ["-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
         flags += ["-D_GLIBCXX_USE_CXX11_ABI=1", "-Iengine/cabi", "-Icshim/cuda", "-Ifserver/_torch"]
-        flags += [f"-I{GENERATED}", *_words("CXXFLAGS")]
+        flags += [f"-I{GENERATED}", *_words("CXXFLAGS"), "-std=c++20"]
         for headers in (torches[0][1] / "include", needs.python_headers()):
             flags += ["-isystem", str(headers)]
         jobs = [partial(_adapter, *torch) for torch in torches]
@@ -181,9 +182,9 @@ def extension(package: Path) -> None:
 
         exports = WORK / "exports.map"
         _put(exports, EXPORTS.encode())
-        flags = ["-Wl,--exclude-libs,ALL", f"-Wl,--version-script={exports}", *LINK]
+        flags = ["-Wl,--exclude-libs,ALL", f"-Wl,--version-script={exports}"]
         made = WORK / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-        _link(made, results[len(torches) :], [*flags, *_words("LDFLAGS")])
+        _link(made, results[len(torches) :], [*flags, *_words("LDFLAGS"), *LINK])
         _put(package / made.name, made.read_bytes())
         for adapter in results[: len(torches)]:
             _put(package / "_torch" / adapter.name, adapter.read_bytes())
@@ -240,15 +241,16 @@ def _libraries(header: str, abi: str, archive: Path) -> list[Path]:
     flags = ["-O2", "-fPIC", f'-DFORWARDED="{forwarded}"']
     forward = _compile(ROOT / "cshim/nvml/forward.cc", BUILD / "forward.o", flags)
     empty = _compile(stub, BUILD / "stub.o", flags)
-    flags = [f"-Wl,--version-script={exports}", f"-Wl,-soname,{name}", "-Wl,-z,defs", *LINK]
-    flags += ["-ldl", *_words("LDFLAGS")]
+    flags = [f"-Wl,--version-script={exports}", f"-Wl,-soname,{name}", "-Wl,-z,defs"]
+    flags += [*_words("LDFLAGS"), *LINK, "-ldl"]
     linked = _link(BUILD / "libfserver.so", [empty], flags)
     # The linker is told to take the functions of the archive: nothing names them.
     named = [f"-Wl,-u,{function}" for function in functions]
     library = _link(BUILD / name, [forward, archive], [*named, *flags])
     whole = BUILD / "sdk/libfserver.a"
-    both = f"mkdir -p {whole.parent} && cp {archive} {whole} && ar r {whole} {forward}"
-    _make("ar libfserver.a", whole, [archive, forward], ["sh", "-c", both])
+    both = 'cp "$0" "$1" && ar r "$1" "$2"'
+    command = ["sh", "-c", both, archive, whole, forward]
+    _make("ar libfserver.a", whole, [archive, forward], command)
     return [whole, library, linked]
 
 

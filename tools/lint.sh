@@ -73,6 +73,7 @@ c_folders=(csrc cshim engine examples fserver/_torch fserver/bench include tests
 mapfile -t c_files < <(find "${c_folders[@]}" -name '*.[ch]' -o -name '*.cc' -o -name '*.hpp' | sort)
 mapfile -t sources < <(git ls-files -co --exclude-standard -- '*.go' '*.py' '*.pyi' '*.[ch]' '*.cc' '*.cu' '*.hpp' '*.sh')
 
+check "git ls-files" test "${#sources[@]}" != 0
 check gofmt some gofmt engine cshim
 check "go mod tidy" "$GO" mod tidy -diff
 check "go vet" "$GO" vet ./...

@@ -129,7 +129,8 @@ def need_torch() -> tuple[str, Path]:
         raise BuildError(
             f"{sys.executable} has no torch to build for: install torch {adapters().LEAST} or "
             "later in that environment first; a front end that builds in an environment of its "
-            "own (uv, python -m build) needs --no-build-isolation or --no-isolation"
+            "own (uv, python -m build) needs --no-build-isolation or --no-isolation, with "
+            "setuptools 77 or later installed"
         )
     return _torch(home)
 
@@ -137,7 +138,7 @@ def need_torch() -> tuple[str, Path]:
 def _torch_home() -> Path | None:
     """The folder of the torch that this Python imports. pip builds with that Python too, but hides
     the packages of its environment by two variables, so another process looks for torch."""
-    if spec := importlib.util.find_spec("torch"):
+    if (spec := importlib.util.find_spec("torch")) and spec.origin:
         return Path(spec.origin).parent
     hiding = ("PYTHONPATH", "PYTHONNOUSERSITE")
     env = {name: value for name, value in os.environ.items() if name not in hiding}
@@ -150,7 +151,8 @@ def _torch_home() -> Path | None:
 def _torch(home: Path) -> tuple[str, Path]:
     how = adapters()
     if not (home / "version.py").is_file():
-        raise BuildError(f"FSERVER_TORCHES: {home}: want the folder of a package torch")
+        given = "FSERVER_TORCHES: " if os.environ.get("FSERVER_TORCHES") else ""
+        raise BuildError(f"{given}{home}: want the folder of a package torch")
     version = runpy.run_path(str(home / "version.py"))["__version__"]
     if how.minor(version) < how.MIN_TORCH:
         remedy = _install(f"'torch>={how.LEAST}'")

@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export GOTOOLCHAIN=local
-GO=${GO:-$(python3 tools/builder.py go)}
+GO=${GO:-$("${BIN:-.venv/bin}/python" tools/builder.py go)}
 rule=$(printf '=%.0s' {1..80})
 made=$(mktemp)
 trap 'rm -f "$made"' EXIT

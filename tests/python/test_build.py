@@ -298,10 +298,20 @@ def test_changed_flags(project: Project) -> None:
     project.build()
 
 
+def test_flags_of_the_environment(project: Project) -> None:
+    """The extension is bound lazily, and its C++ is what it needs, whatever conda or a distribution
+    asks for."""
+    project.build(LDFLAGS="-Wl,-z,now", CXXFLAGS="-std=c++17")
+    dynamic = tool("readelf", "-d", project.root / "other" / EXTENSION)
+    assert "SONAME" not in dynamic and "NEEDED" in dynamic and "NOW" not in dynamic
+    project.build()
+
+
 def test_archive_from_elsewhere(project: Project) -> None:
+    answer = project.answer()
     archive = (project.root / "build/libfserver.a").rename(project.root / "given.a")
     built = project.build(FSERVER_ARCHIVE=str(archive), PATH="/usr/bin:/bin")
-    assert built == [f"link {EXTENSION}"] and project.answer() == 43
+    assert built == [f"link {EXTENSION}"] and project.answer() == answer
     assert not (project.root / "build/libfserver.a").exists()
     with pytest.raises(AssertionError, match="FSERVER_ARCHIVE=/absent.a: no such file"):
         project.build(FSERVER_ARCHIVE="/absent.a")

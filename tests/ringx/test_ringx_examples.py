@@ -47,7 +47,7 @@ def run(*command: str) -> str:
 )
 def test_losses_are_equal(name: str, algorithm: str, split: str, tmp_path: Path):
     if name == "vit":
-        pytest.importorskip("sklearn", reason="no scikit-learn: pip install 'fserver[ringx]'")
+        pytest.importorskip("sklearn", reason="no scikit-learn: pip install scikit-learn")
     plot = tmp_path / "losses.png"
     program = EXAMPLES / f"{name}.py"
     options = "--algorithm", algorithm, "--steps", "2", "--plot", str(plot), *split.split()
@@ -135,7 +135,7 @@ def test_context_tensor_and_data_ranks(
 ):
     """In float64 a wrong factor of the gradients shows, as AdamW adds 1e-8 to their size."""
     if name == "vit":
-        pytest.importorskip("sklearn", reason="no scikit-learn: pip install 'fserver[ringx]'")
+        pytest.importorskip("sklearn", reason="no scikit-learn: pip install scikit-learn")
     counts = {"cp": cp, "tp": tp, "dp": dp}
     for together, alone, apart in world.run((0, 1, 2, 3), trained, name, counts, order):
         assert together == pytest.approx(alone, rel=1e-12)
@@ -166,7 +166,7 @@ def test_neighbours_are_those_of_the_first_name(world: World):
 
 def test_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Four ranks train, with weights in parts. Two predict, as one process does."""
-    pytest.importorskip("sklearn", reason="no scikit-learn: pip install 'fserver[ringx]'")
+    pytest.importorskip("sklearn", reason="no scikit-learn: pip install scikit-learn")
     from PIL import Image
 
     monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -200,7 +200,7 @@ def predicted(weights: str, name: str) -> Tensor:
 
 
 def test_a_picture_of_the_size_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    Image = pytest.importorskip("PIL.Image", reason="no Pillow: pip install 'fserver[ringx]'")
+    Image = pytest.importorskip("PIL.Image", reason="no Pillow: pip install pillow")
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import vit
 

@@ -106,7 +106,7 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 def options(name: str) -> list[str]:
     if name == "vit":
-        pytest.importorskip("sklearn", reason="no scikit-learn: pip install 'fserver[ringx]'")
+        pytest.importorskip("sklearn", reason="no scikit-learn: pip install scikit-learn")
     return [f"{name}.sbatch", "--steps", "2"]
 
 
