@@ -237,6 +237,27 @@ CASE(settings) {
   Environment::Init({});
 }
 
+CASE(variables_of_any_type) {
+  setenv("KV_TEST", "of the process", 1);
+  setenv("KV_TEST_NUMBER", "7", 1);
+  Environment::Init({{"KV_TEST_SET", "ibverbs"},
+                     {"KV_TEST_NUMBER", "12"},
+                     {"KV_TEST_LARGE", "5000000000"},
+                     {"KV_TEST_PART", "1.5"}});
+  EXPECT_EQ(std::string(GetEnv("KV_TEST", "zmq")), "of the process");
+  EXPECT_EQ(std::string(GetEnv("KV_TEST_SET", "zmq")), "ibverbs");
+  EXPECT_EQ(std::string(GetEnv("KV_TEST_UNSET", "zmq")), "zmq");
+  EXPECT_EQ(GetEnv("KV_TEST_SET", std::string("zmq")), "ibverbs");
+  EXPECT_EQ(GetEnv("KV_TEST_UNSET", std::string("zmq")), "zmq");
+  EXPECT_EQ(GetEnv("KV_TEST_NUMBER", 3), 12); // not that of the process
+  EXPECT_EQ(GetEnv("KV_TEST_UNSET", 3), 3);
+  EXPECT_EQ(GetEnv("KV_TEST", 3), 0);
+  EXPECT_EQ(GetEnv("KV_TEST_LARGE", UINT64_C(3)), UINT64_C(5000000000));
+  EXPECT_EQ(GetEnv("KV_TEST_PART", 3.0), 1.5);
+  EXPECT_EQ(GetEnv("KV_TEST_NUMBER", false), true);
+  Environment::Init({});
+}
+
 CASE(a_queue_between_threads) {
   ThreadsafeQueue<std::unique_ptr<int>> q;
   std::thread t([&] {
@@ -310,6 +331,15 @@ CASE(lines_of_the_log) {
   EXPECT(text.find("] INFO ") == 9 && ends_with(text, ": a1\n"));
   std::tie(text, signal) = output([] { PS_VLOG(1) << "more"; });
   EXPECT(text.empty());
+  Environment::Init({{"PS_VERBOSE", "1"}});
+  std::tie(text, signal) = output([] {
+    PS_VLOG(1) << "more";
+    PS_VLOG(2) << "still more";
+  });
+  EXPECT(ends_with(text, ": more\n"));
+  Environment::Init({});
+  std::tie(text, signal) = output([] { LL << "a" << 1; });
+  EXPECT(text.find("] ERROR ") == 9 && ends_with(text, ": a1\n"));
   std::tie(text, signal) = output([] {
     PS_LOG(WARNING) << "careful";
     LOG_IF(ERROR, false) << "not this";
