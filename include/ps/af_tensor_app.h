@@ -37,6 +37,13 @@ struct KeyTensor {
 };
 using KeyTensorBatch = std::vector<KeyTensor>;
 
+// A ZBatchPushPull, for programs that keep them. fserver does not use it.
+struct AFTensorRequest {
+  KeyTensorBatch push, pull;
+  std::vector<int> push_timestamps, pull_timestamps;
+  TensorEvent *event = nullptr;
+};
+
 namespace internal {
 
 // A view of a tensor. Throws ShapeError unless it is contiguous.
@@ -209,6 +216,14 @@ struct AFTensorMeta {
   std::vector<KeyTensor> pull_tensors;
 
   std::uint64_t handler = 0; // of fserver::Server
+};
+
+// One tensor of an answer, for programs that keep them. fserver does not use it.
+struct AFTensorResponse {
+  KVMeta kv_meta;
+  KVPairs<char> kv_pair;
+  TensorEvent *event = nullptr;
+  std::uint64_t rsp_start = 0; // in nanoseconds
 };
 
 // The server of this process, which StartPS has opened. A thread of its own takes the requests.

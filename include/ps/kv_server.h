@@ -63,6 +63,7 @@ public:
         node_(Postoffice::GetServer(instance_idx)->server("KVServer")),
         app_id_(app_id), app_(*this) {
     (void)is_scheduler;
+    instance_idx_ = instance_idx;
     node_->add(app_id_, &app_);
   }
   KVServer(const KVServer &) = delete;
@@ -121,6 +122,8 @@ public:
         {worker_rank}, {detail::engine_key(app_id_, keys[0]) + 1});
     node_->apart([&] { registered_[{worker_rank, keys[0]}] = vals; });
   }
+
+  int instance_idx_; // as the constructor was given it
 
 private:
   using Answer = detail::ServerNode::Answer;

@@ -54,6 +54,21 @@ public:
   SArray(V *data, std::size_t size, Deleter deleter) {
     reset(data, size, deleter);
   }
+  // The same, and where the memory is and goes to. Throws fserver::ConfigError if memory that is not of the CPU is
+  // `deletable`.
+  SArray(V *data, std::size_t size, DeviceType src_device_type,
+         int src_device_id, DeviceType dst_device_type, int dst_device_id,
+         bool deletable = false) {
+    if (deletable && src_device_type == GPU)
+      throw fserver::ConfigError("SArray: the memory of GPU " +
+                                 std::to_string(src_device_id) +
+                                 " is deletable: give a deleter for it");
+    *this = SArray(data, size, deletable);
+    src_device_type_ = src_device_type;
+    src_device_id_ = src_device_id;
+    dst_device_type_ = dst_device_type;
+    dst_device_id_ = dst_device_id;
+  }
 
   // Shares memory as that of another type. Throws fserver::ShapeError if the bytes are not those of
   // whole elements.
@@ -179,6 +194,15 @@ public:
   // What keeps the memory.
   const std::shared_ptr<V> &ptr() const { return ptr_; }
   std::shared_ptr<V> &ptr() { return ptr_; }
+  // The number of elements, and the devices, in one line.
+  std::string DebugString() const {
+    const auto device = [](DeviceType type, int id) {
+      return std::string(DeviceTypeName[type]) + "[" + std::to_string(id) + "]";
+    };
+    return "[data_size=" + std::to_string(size_) + " " +
+           device(src_device_type_, src_device_id_) + "->" +
+           device(dst_device_type_, dst_device_id_) + "]";
+  }
 
   // Where the memory is (UNK: the CPU), and where it goes to, which fserver does not look at.
   DeviceType src_device_type_ = UNK;

@@ -71,9 +71,30 @@ CASE(gpu) {
          Backend::Get()->SetDevice(0) == BACKEND_OK);
 }
 
+CASE(events_that_are_used_again) {
+  Environment::Init({{"STEPMESH_BACKEND", "CPU"}});
+  TensorEvent e;
+  EXPECT(e.Occupy());
+  EXPECT(!e.Occupy());
+  e.Sync(); // not recorded
+  e.Record();
+  e.Sync();
+  e.Release();
+  EXPECT(e.Occupy());
+  struct Failing : ps::detail::CpuBackend {
+    int RecordEvent(void *, void *) override { return BACKEND_FAILED; }
+  };
+  Backend::Register("failing", new Failing);
+  Environment::Init({{"STEPMESH_BACKEND", "failing"}});
+  TensorEvent failing;
+  EXPECT_THROW(fserver::Error, "TensorEvent::Record", failing.Record());
+  failing.Sync(); // nothing is recorded
+}
+
 CASE(names) {
   Environment::Init({{"STEPMESH_BACKEND", "other"}});
-  EXPECT_THROW(fserver::ConfigError, "want one of CPU, GPU", Backend::Get());
+  EXPECT_THROW(fserver::ConfigError, "want one of CPU, GPU, failing",
+               Backend::Get());
   EXPECT_THROW(fserver::ConfigError, "backend is null",
                Backend::Register("other", nullptr));
   EXPECT_THROW(fserver::ConfigError, "name is \"\"",

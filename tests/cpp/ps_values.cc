@@ -172,6 +172,20 @@ CASE(an_array_of_another_type) {
                SArray<float>(bytes.segment(0, 7)));
 }
 
+CASE(devices_of_an_array) {
+  float memory[3] = {};
+  const SArray<float> a(memory, 3, GPU, 5, CPU, 1);
+  EXPECT(a.data() == memory && a.size() == 3);
+  EXPECT(a.src_device_type_ == GPU && a.src_device_id_ == 5);
+  EXPECT(a.dst_device_type_ == CPU && a.dst_device_id_ == 1);
+  EXPECT_EQ(a.DebugString(), "[data_size=3 GPU[5]->CPU[1]]");
+  EXPECT_EQ(SArray<int>().DebugString(), "[data_size=0 UNK[-1]->UNK[-1]]");
+  const SArray<int> owned(new int[2], 2, CPU, 0, GPU, 1, true);
+  EXPECT_EQ(owned.DebugString(), "[data_size=2 CPU[0]->GPU[1]]");
+  EXPECT_THROW(fserver::ConfigError, "GPU 5 is deletable",
+               SArray<float>(memory, 3, GPU, 5, CPU, 1, true));
+}
+
 CASE(ranges_of_sorted_keys) {
   const SArray<Key> keys{1, 3, 5, 7};
   const Range r = FindRange<Key>(keys, 3, 7);

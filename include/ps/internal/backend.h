@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <map>
@@ -238,5 +239,40 @@ inline void Backend::Register(const std::string &name, Backend *backend) {
   all.by[name] = backend;
   detail::register_backend(name);
 }
+
+// An event of the backend, which the device has passed when Sync returns. One that Occupy has taken is not taken again
+// before Release.
+class TensorEvent {
+public:
+  TensorEvent() : backend_(Backend::Get()), event_(backend_->CreateEvent()) {}
+  TensorEvent(const TensorEvent &) = delete;
+  TensorEvent &operator=(const TensorEvent &) = delete;
+  ~TensorEvent() { backend_->FreeEvent(event_); }
+
+  // Notes what is queued on a stream; null: the current one. Throws fserver::Error if the backend fails, as Sync does.
+  void Record(void *stream = nullptr) {
+    check("Record", backend_->RecordEvent(event_, stream));
+    recorded_ = true;
+  }
+  // Waits for what the last Record has noted. Returns at once if there was none since the last Sync.
+  void Sync() {
+    if (std::exchange(recorded_, false))
+      check("Sync", backend_->SyncEvent(event_));
+  }
+  bool Occupy() { return !taken_.exchange(true); }
+  void Release() { taken_.store(false); }
+
+private:
+  static void check(const char *call, int result) {
+    if (result != BACKEND_OK)
+      throw fserver::Error(std::string("TensorEvent::") + call +
+                           ": the backend has failed");
+  }
+
+  Backend *const backend_;
+  void *const event_;
+  bool recorded_ = false;
+  std::atomic<bool> taken_{false};
+};
 
 } // namespace ps

@@ -1,4 +1,4 @@
-// PS_LOG, PS_CHECK and PS_VLOG.
+// PS_LOG, LL, PS_CHECK and PS_VLOG.
 #pragma once
 
 #include "dmlc/logging.h"
@@ -7,6 +7,9 @@
 // Writes a line if the setting PS_VERBOSE is at least `level`.
 #define PS_VLOG(level) FSERVER_LOG_IF(::ps::detail::verbose() >= (level), INFO)
 #define PS_LOG(severity) FSERVER_LOG_##severity.stream()
+#ifndef LL
+#define LL PS_LOG(ERROR)
+#endif
 #define PS_CHECK(condition) FSERVER_CHECK(condition)
 #define PS_CHECK_EQ(a, b) FSERVER_CHECK_OP(a, ==, b)
 #define PS_CHECK_NE(a, b) FSERVER_CHECK_OP(a, !=, b)
