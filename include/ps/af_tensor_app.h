@@ -232,13 +232,12 @@ public:
   using AFServerRequestHandle =
       std::function<void(const AFTensorMeta &, AFTensorServer *)>;
 
-  // gpu: unused; the node's device is STEPMESH_GPU. Throws ClosedError if StartPS has started no
-  // server.
+  // gpu: the instance, if this process runs all of its group; else it is not used: the node's device is STEPMESH_GPU.
+  // Throws ClosedError if StartPS has not started that server.
   explicit AFTensorServer(int gpu)
-      : node_(Postoffice::GetServer()->server("AFTensorServer")),
-        server_(node_->server), kept_(server_) {
-    (void)gpu;
-  }
+      : node_(Postoffice::GetServer(detail::instances_here() > 1 ? gpu : 0)
+                  ->server("AFTensorServer")),
+        server_(node_->server), kept_(server_) {}
   AFTensorServer(const AFTensorServer &) = delete;
   AFTensorServer &operator=(const AFTensorServer &) = delete;
   // Takes no further requests. Waits for the handle to return, and at most 0.1 s beside.

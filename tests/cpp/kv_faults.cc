@@ -44,7 +44,8 @@ SCENE(wrong_arguments, 1, 2) {
                kv.ZPush(SArray<Key>{1}, on_gpu));
   EXPECT_THROW(fserver::ConfigError, "timestamp is 1000", kv.Wait(1000));
   EXPECT_THROW(fserver::ConfigError, "timestamp is -1", kv.Wait(-1));
-  EXPECT_THROW(fserver::ConfigError, "instance is 1, want 0 to 0",
+  EXPECT_THROW(fserver::ConfigError,
+               "instance is 1, want 0, or the place in the group",
                KVWorker<float>(0, 1, 1));
   EXPECT_THROW(fserver::ClosedError, "call StartPS first", KVServer<float>(0));
   kv.set_slicer([](const KVPairs<float> &, const std::vector<Range> &,

@@ -75,8 +75,9 @@ BARE_SCENE(all_instances_of_a_group, 2, 1) {
     return Finalize(0, own_role());
   for (int i = 0; i < 2; i++) {
     if (IsServer()) {
-      (new KVServer<float>(0, false, i))
-          ->set_request_handle(KVServerDefaultHandle<float>());
+      auto *server = new KVServer<float>(0, false, i);
+      EXPECT_EQ(server->instance_idx_, i);
+      server->set_request_handle(KVServerDefaultHandle<float>());
       continue;
     }
     Postoffice *p = Postoffice::GetWorker(i);
@@ -90,6 +91,57 @@ BARE_SCENE(all_instances_of_a_group, 2, 1) {
     other.join();
   }
   Finalize(0, own_role());
+}
+
+// One process for each instance, which the program calls by its place in the group.
+BARE_SCENE(one_instance_of_a_group, 2, 2) {
+  const int place = GetNodeRank();
+  const bool server = own_role() == Node::SERVER;
+  std::unordered_map<std::string, std::string> all{{"DMLC_GROUP_SIZE", "2"},
+                                                   {"DMLC_NUM_WORKER", "1"},
+                                                   {"DMLC_NUM_SERVER", "1"},
+                                                   {"DMLC_NODE_RANK", "0"}};
+  all[server ? "DMLC_RANK_OFFSET" : "STEPMESH_GPU"] =
+      server ? "0" : std::to_string(place);
+  Environment::Init(all);
+  // The rank says which instance a server is.
+  StartPS(0, own_role(), server ? place : -1, true);
+  if (IsScheduler())
+    return Finalize(0, own_role());
+  const auto of = [](int i) {
+    return IsWorker() ? Postoffice::GetWorker(i) : Postoffice::GetServer(i);
+  };
+  EXPECT(of(place) == of(0) && of(0)->instance_idx() == place);
+  EXPECT(MyRank() == 0 && (IsServer() || GetGpuId() == place));
+  if (place == 0)
+    EXPECT_THROW(fserver::ConfigError, "instance is 1, want 0, or the place",
+                 of(1));
+  EXPECT_THROW(fserver::ConfigError, "instance is 2", of(2));
+  if (IsServer()) {
+    auto *kv = new KVServer<float>(0, false, place);
+    EXPECT_EQ(kv->instance_idx_, place);
+    kv->set_request_handle(KVServerDefaultHandle<float>());
+  }
+  of(place)->Barrier(0, kWorkerGroup + kServerGroup);
+  if (IsWorker())
+    push_and_pull(place);
+  Finalize(0, own_role());
+}
+
+// The place as several settings give it.
+CASE(names_of_the_only_instance) {
+  Environment::Init({{"DMLC_GROUP_SIZE", "8"},
+                     {"STEPMESH_GPU", "1"},
+                     {"DMLC_RANK_OFFSET", "4"}});
+  Postoffice *p = Postoffice::GetWorker();
+  for (int place : {1, 5})
+    EXPECT(Postoffice::GetWorker(place) == p);
+  EXPECT_THROW(fserver::ConfigError, "instance is 6", Postoffice::GetWorker(6));
+  EXPECT_THROW(fserver::ConfigError, "instance is -1",
+               Postoffice::GetWorker(-1));
+  Environment::Init({{"DMLC_GROUP_SIZE", "8"}, {"DMLC_INSTANCE_ID", "6"}});
+  EXPECT(Postoffice::GetWorker(6) == p);
+  Environment::Init({});
 }
 
 // Ranks that the program gives, and several customers: the last Finalize ends the node.

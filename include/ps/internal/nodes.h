@@ -66,6 +66,16 @@ inline int instances_here() {
   return number("DMLC_GROUP_SIZE", 1, 1);
 }
 
+// Reports whether the settings give an instance this place in its group, by any of their names for it. For processes
+// that run one instance.
+inline bool is_own_place(int place) {
+  const int gpu = number("STEPMESH_GPU", 0, 0);
+  int offset = 0;
+  Environment::Get()->find("DMLC_RANK_OFFSET", &offset, 0);
+  return place == gpu || place == gpu + offset ||
+         place == number("DMLC_INSTANCE_ID", gpu, 0);
+}
+
 // The name that STEPMESH_BACKEND has, or its older spelling; empty: none.
 inline std::string backend_name() {
   for (const char *name : {"STEPMESH_BACKEND", "STEPMESH_BAKCEND"}) {

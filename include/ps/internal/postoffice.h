@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <exception>
 #include <functional>
@@ -35,7 +36,8 @@ namespace ps {
 // or DMLC_RANK_OFFSET is set, a process runs that one of them; else it runs all.
 class Postoffice {
 public:
-  // The node of instance `index` of this process. Throws fserver::ConfigError if the process has fewer.
+  // The node of instance `index` of this process. If it runs one alone, that is 0, or the instance's place in its group.
+  // Throws fserver::ConfigError for others.
   static Postoffice *GetWorker(int index = 0) {
     return get(Node::WORKER, index);
   }
@@ -64,8 +66,11 @@ public:
   int num_worker_instances() const { return workers_ * size_; }
   int num_server_instances() const { return servers_ * size_; }
   // The number of this node's group within its role; of the node within its group.
-  int my_rank() const { return std::max(0, rank_) / size_; }
-  int instance_idx() const { return index_; }
+  int my_rank() const { return std::max(0, rank_.load()) / size_; }
+  int instance_idx() const {
+    const int rank = rank_;
+    return rank < 0 ? index_ : rank % size_;
+  }
   // The rank that StartPS was given; -1: none.
   int preferred_rank() const { return preferred_; }
   bool is_worker() const { return role_ == Node::WORKER; }
@@ -236,11 +241,18 @@ private:
   }
   static Postoffice *get(Node::Role role, int index) {
     const int most = role == Node::SCHEDULER ? 1 : detail::instances_here();
+    if (index && most == 1 && role != Node::SCHEDULER) {
+      const Postoffice *alone = known(role);
+      if (detail::is_own_place(index) ||
+          (alone && alone->instance_idx() == index))
+        index = 0;
+    }
     if (index < 0 || index >= most)
-      throw fserver::ConfigError("Postoffice: instance is " +
-                                 std::to_string(index) + ", want 0 to " +
-                                 std::to_string(most - 1) +
-                                 ": this process runs " + std::to_string(most));
+      throw fserver::ConfigError(
+          "Postoffice: instance is " + std::to_string(index) + ", want 0" +
+          (most == 1 ? ", or the place in the group"
+                     : " to " + std::to_string(most - 1)) +
+          ": this process runs " + std::to_string(most));
     std::lock_guard<std::mutex> lock(all().mutex);
     Postoffice *&p = all().by[{role, index}];
     if (!p)
@@ -367,7 +379,8 @@ private:
   const Node::Role role_;
   const int index_, workers_, servers_, size_;
   std::vector<Range> ranges_;
-  int rank_ = -1, preferred_ = -1;
+  std::atomic<int> rank_{-1};
+  int preferred_ = -1;
   Van van_;
   std::function<void()> at_exit_;
   mutable std::mutex mutex_; // of what follows
