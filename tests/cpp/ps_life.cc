@@ -144,6 +144,45 @@ CASE(names_of_the_only_instance) {
   Environment::Init({});
 }
 
+// A process that runs the whole group calls a barrier once.
+BARE_SCENE(a_barrier_of_whole_groups, 2, 1) {
+  Environment::Init(
+      {{"DMLC_GROUP_SIZE", "2"}, {"FSERVER_BARRIER_TIMEOUT", "20"}});
+  StartPS(0, own_role(), -1, true);
+  if (own_role() == Node::WORKER) {
+    for (int i = 0; i < 3; i++)
+      Postoffice::GetWorker(i % 2)->Barrier(0, kWorkerGroup);
+  }
+  for (int i = 0; i < 3; i++)
+    Postoffice::Get()->Barrier(0, kWorkerGroup + kServerGroup + kScheduler);
+  // Each instance calls these.
+  for (int i = 0; own_role() != Node::SCHEDULER && i < 2; i++) {
+    Postoffice *p =
+        IsWorker() ? Postoffice::GetWorker(1) : Postoffice::GetServer(1);
+    std::thread other(
+        [p] { p->DoBarrier(0, kWorkerGroup + kServerGroup, true); });
+    Postoffice::Get()->DoBarrier(0, kWorkerGroup + kServerGroup, true);
+    other.join();
+  }
+  Finalize(0, own_role());
+}
+
+// A process with the whole group, and one for each instance of another: both call once.
+BARE_SCENE(a_barrier_of_unlike_groups, 2, 1) {
+  std::unordered_map<std::string, std::string> all{
+      {"DMLC_GROUP_SIZE", "2"},
+      {"DMLC_NUM_WORKER", "1"},
+      {"FSERVER_BARRIER_TIMEOUT", "20"}};
+  if (own_role() == Node::WORKER)
+    all.insert({{"STEPMESH_GPU", std::to_string(GetNodeRank())},
+                {"DMLC_NODE_RANK", "0"}});
+  Environment::Init(all);
+  StartPS(0, own_role(), -1, true);
+  for (int i = 0; i < 3; i++)
+    Postoffice::Get()->Barrier(0, kWorkerGroup + kServerGroup);
+  Finalize(0, own_role());
+}
+
 // Ranks that the program gives, and several customers: the last Finalize ends the node.
 BARE_SCENE(ranks_and_customers, 2, 1) {
   const Node::Role role = own_role();

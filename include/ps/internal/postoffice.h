@@ -111,10 +111,20 @@ public:
     return ids;
   }
 
-  // Waits until all nodes of the groups have called it: each instance, or one of each group. The
-  // scheduler takes part in none: its call returns at once, and the others do not wait for it.
-  // Throws as fserver::Node::barrier.
-  void Barrier(int customer_id, int node_group, bool instance_barrier = true) {
+  // Waits until each process of the groups has called it, once: the call counts for all instances that this process
+  // runs, whichever of them it is made of. The scheduler takes part in none: its call returns at once, and the others do
+  // not wait for it. Throws as fserver::Node::barrier.
+  void Barrier(int customer_id, int node_group) {
+    std::vector<std::function<void()>> calls;
+    for (int i = 0; i < (is_scheduler() ? 1 : detail::instances_here()); i++) {
+      Postoffice *p = get(role_, i);
+      calls.push_back([=] { p->DoBarrier(customer_id, node_group); });
+    }
+    detail::at_once(calls);
+  }
+  // As Barrier, but waits until each instance has called it, or one of each group.
+  void DoBarrier(int customer_id, int node_group,
+                 bool instance_barrier = true) {
     (void)customer_id;
     std::uint32_t who = 0;
     if (node_group & kServerGroup)
@@ -125,10 +135,6 @@ public:
       node("Barrier").barrier(static_cast<fserver::Members>(who),
                               instance_barrier ? fserver::Each::kInstance
                                                : fserver::Each::kGroup);
-  }
-  void DoBarrier(int customer_id, int node_group,
-                 bool instance_barrier = true) {
-    Barrier(customer_id, node_group, instance_barrier);
   }
 
   // The IDs of the nodes that are gone and whose place is free, and of those that were not heard for so
@@ -183,7 +189,7 @@ public:
     }
     done.set_value();
     if (do_barrier)
-      Barrier(0, kServerGroup + kWorkerGroup);
+      DoBarrier(0, kServerGroup + kWorkerGroup);
   }
   // Throws ConfigError if Finalize would wait for the handler of a KVServer that calls it.
   void CheckFinalize(int customer_id, bool do_barrier) const {
