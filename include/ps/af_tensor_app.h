@@ -258,12 +258,14 @@ public:
     thread_ = std::thread([this] { Serve(); });
   }
 
-  // Answers a request, once, with a tensor for each pull tensor, in their order: the keys do not
-  // count. The tensors are kept until they are sent. need_event as of ZBatchPushPull.
+  // Answers a request, once, with a tensor for each pull tensor. If their keys are those of the pull tensors, and each
+  // occurs once, each goes to the pull tensor of its key; else they are in the order of the pull tensors. The tensors are
+  // kept until they are sent. need_event as of ZBatchPushPull.
   //
   // Throws what fserver::Server::respond throws.
   void Response(const AFTensorMeta &meta, KeyTensorBatch tensors = {},
                 bool need_event = true) {
+    Sort(meta, &tensors);
     std::vector<fserver::Tensor> t;
     for (const KeyTensor &kt : tensors)
       t.push_back(internal::View("Response", kt));
@@ -286,6 +288,31 @@ public:
   }
 
 private:
+  // Puts tensors in the order of the pull tensors, if they have the same keys, each once.
+  static void Sort(const AFTensorMeta &meta, KeyTensorBatch *tensors) {
+    const std::vector<KeyTensor> &pull = meta.pull_tensors;
+    const auto same = [](const KeyTensor &a, const KeyTensor &b) {
+      return a.key == b.key;
+    };
+    if (std::equal(pull.begin(), pull.end(), tensors->begin(), tensors->end(),
+                   same))
+      return;
+    std::map<Key, const KeyTensor *> by;
+    for (const KeyTensor &kt : *tensors)
+      by[kt.key] = &kt;
+    if (by.size() != tensors->size() || by.size() != pull.size())
+      return;
+    KeyTensorBatch sorted;
+    for (const KeyTensor &kt : pull) {
+      const auto it = by.find(kt.key);
+      if (it == by.end())
+        return;
+      sorted.push_back(*it->second);
+      by.erase(it); // a second pull tensor of this key finds none
+    }
+    *tensors = std::move(sorted);
+  }
+
   void Serve() {
     fserver::Batch batch;
     while (!ending_.load()) {
