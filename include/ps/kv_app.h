@@ -65,8 +65,9 @@ public:
   }
 
   // Pulls into *vals. If that is empty, the servers are asked first how many values they have, and it
-  // gets as many; else they must have as many as it has. lens: gets the number of values of each key.
-  // Both stay where they are until the request has ended.
+  // gets as many; else they must have as many as it has. lens: gets the number of values of each key; with it, the
+  // servers may have fewer values. Then the first ones of *vals are those that lens says, its size stays, and the others
+  // are not defined. Both stay where they are until the request has ended.
   int Pull(const std::vector<Key> &keys, std::vector<Val> *vals,
            std::vector<int> *lens = nullptr, int cmd = 0,
            const Callback &cb = nullptr) {
@@ -127,18 +128,19 @@ private:
     return SArray<T>::view(list.data(), list.size());
   }
 
-  // Makes room for the values of a pull.
-  template <class List>
+  // Makes room for the values of a pull; `larger`: the list may be.
+  template <class List, bool larger>
   static SArray<char> room(void *target, std::size_t count) {
     List &vals = *static_cast<List *>(target);
     if (vals.empty())
       vals.resize(count);
-    if (vals.size() != count)
+    if (vals.size() < count || (!larger && vals.size() != count))
       throw fserver::ShapeError(
           "Pull: vals has " + std::to_string(vals.size()) +
           " values, the servers have " + std::to_string(count) +
-          ": pass an empty one, or one of that size");
-    return SArray<char>(share(vals));
+          ": pass an empty one, or one of that size" +
+          (larger ? " or more" : ", or lens to learn how many there are"));
+    return SArray<char>(share(vals).segment(0, count));
   }
 
   template <class Vals, class Lens>
@@ -148,7 +150,7 @@ private:
       throw fserver::ConfigError("Pull: vals is null, want where to pull to");
     detail::Ask ask = asked(detail::Op::kPull, keys, cmd, cb);
     ask.vals = share(*vals);
-    ask.room = &room<Vals>;
+    ask.room = lens ? &room<Vals, true> : &room<Vals, false>;
     ask.target = vals;
     if (lens) {
       if (lens->empty())

@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <iterator>
 #include <map>
@@ -84,8 +86,8 @@ public:
   // have different numbers of values. The memory of res is kept until it has been sent; if an SArray does not own
   // its memory, the program keeps it, unchanged, until the worker's next request.
   //
-  // If res does not have what the worker has asked for, the request is refused, and the worker's Wait throws. Does
-  // nothing if the worker is gone. Throws fserver::ShapeError if the request has been answered.
+  // If res does not have what the worker has asked for, the request is refused, and the worker's Wait throws. It may have
+  // fewer values, in memory of the CPU, if the worker takes lens. Does nothing if the worker is gone. Throws fserver::ShapeError if the request has been answered.
   void Response(const KVMeta &req, const KVPairs<Val> &res = KVPairs<Val>()) {
     if (req.push) {
       node_->answer(req.addr, [](Answer &, fserver::Tensor *) { return 0u; });
@@ -207,7 +209,9 @@ private:
 
   // Answers a pull.
   void send(const KVMeta &req, const KVPairs<Val> &res) {
-    if (res.vals.size() != req.vals)
+    const bool fewer = res.vals.size() < req.vals && req.wants_lens &&
+                       res.vals.src_device_type_ != GPU;
+    if (res.vals.size() != req.vals && !fewer)
       return node_->fail(req.addr,
                          "the server has " + std::to_string(res.vals.size()) +
                              " values, want " + std::to_string(req.vals));
@@ -216,8 +220,13 @@ private:
       return node_->fail(req.addr,
                          "the server has " + std::to_string(res.lens.size()) +
                              " lens for " + std::to_string(req.keys) + " keys");
+    const SArray<char> vals =
+        fewer ? padded(res.vals, req.vals) : SArray<char>(res.vals);
+    if (fewer && vals.empty())
+      return node_->fail(req.addr, "the server has no memory for " +
+                                       std::to_string(req.vals) + " values");
     node_->answer(req.addr, [&](Answer &a, fserver::Tensor *t) {
-      a.vals = SArray<char>(res.vals);
+      a.vals = vals;
       a.lens = lens;
       const int device = a.vals.src_device_type_ == GPU ? a.vals.src_device_id_
                                                         : fserver::kCpu;
@@ -228,6 +237,18 @@ private:
                                  a.lens.size() * sizeof(int), 0, fserver::kCpu);
       return req.wants_lens ? 2u : 1u;
     });
+  }
+
+  // A copy of values that is as large as the memory of the worker, since the engine sends whole tensors. What is not
+  // written takes no memory, however much the worker says it has. Empty if there is not that much.
+  static SArray<char> padded(const SArray<Val> &vals, std::uint64_t count) {
+    void *memory = std::calloc(static_cast<std::size_t>(count), sizeof(Val));
+    if (!memory)
+      return {};
+    if (!vals.empty())
+      std::memcpy(memory, vals.data(), vals.size() * sizeof(Val));
+    return SArray<char>(static_cast<char *>(memory), count * sizeof(Val),
+                        [](void *p) { std::free(p); });
   }
 
   // The lens that were asked for. Returns false if there are others.

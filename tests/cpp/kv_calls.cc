@@ -153,6 +153,51 @@ SCENE(lens_of_any_size, 1, 3) {
   EXPECT_EQ(got.size(), 5u);
 }
 
+// With lens, the memory may be larger than what the servers have.
+SCENE(more_memory_than_values, 1, 3) {
+  if (IsServer()) {
+    serve<double>(Lists<double>());
+    return;
+  }
+  KVWorker<double> kv(0, 0);
+  // One server.
+  kv.Wait(kv.Push({1, 2}, {1, 2, 3}, {2, 1}));
+  std::vector<double> got(9, 7);
+  std::vector<int> lens;
+  for (int i = 0; i < 3; i++) {
+    kv.Wait(kv.Pull({1, 2}, &got, &lens));
+    EXPECT(lens == (std::vector<int>{2, 1}));
+    EXPECT(got.size() == 9 && got[0] == 1 && got[1] == 2 && got[2] == 3);
+  }
+  SArray<double> large(100'000);
+  SArray<int> two(2);
+  std::atomic<int> called{0};
+  kv.Wait(kv.ZPull(SArray<Key>{1, 7}, &large, &two, 0, [&] { called++; }));
+  EXPECT(two[0] == 2 && two[1] == 0); // key 7 has none
+  EXPECT(large.size() == 100'000 && large[1] == 2 && called == 1);
+  lens.clear();
+  kv.Wait(kv.Pull({7}, &got, &lens));
+  EXPECT(got.size() == 9 && lens[0] == 0);
+  // Several servers: the values are behind each other.
+  const std::vector<Key> keys = spread(7, 3);
+  std::vector<double> vals(12);
+  std::iota(vals.begin(), vals.end(), 0.5);
+  const std::vector<int> seven{1, 0, 5, 2, 0, 3, 1};
+  kv.Wait(kv.Push(keys, vals, seven));
+  got.assign(20, 7);
+  lens.clear();
+  kv.Wait(kv.Pull(keys, &got, &lens));
+  EXPECT(lens == seven && got.size() == 20);
+  EXPECT(std::equal(vals.begin(), vals.end(), got.begin()));
+  // Not without lens, which alone say how many there are; and not less memory.
+  EXPECT_THROW(fserver::RefusedError, "has 3 values, want 20",
+               kv.Wait(kv.Pull({1, 2}, &got)));
+  got.resize(2);
+  lens.clear();
+  EXPECT_THROW(fserver::RefusedError, "has 3 values, want 2",
+               kv.Wait(kv.Pull({1, 2}, &got, &lens)));
+}
+
 SCENE(what_a_handler_is_told, 2, 1) {
   if (IsServer()) {
     serve<char>([](const KVMeta &meta, const KVPairs<char> &data,
