@@ -42,9 +42,6 @@ from board import (
     enter,
 )
 
-HEARTBEAT_TIMEOUT = 2.0
-KNOWN_LIMIT = 1.0  # seconds; of a member that is stopped, from the time-out of heartbeats
-REJOINED_LIMIT = 2.0
 HANG = 20.0  # seconds after which what is waited for will not come
 START = 120.0  # the same for the first processes, which import torch
 
@@ -55,6 +52,20 @@ WAYS = {
     "freeze": "SIGSTOP until it is taken for lost; it runs on when it has a successor",
     "both": "kill -9 of two at the same time",
 }
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Times in seconds, which the command line can change."""
+
+    known: float  # of a member that is stopped, from the time-out of heartbeats
+    rejoined: float
+    heartbeat: float  # PS_HEARTBEAT_TIMEOUT
+
+    @property
+    def hang(self) -> float:
+        """Longer than every limit, so that a time over its limit is measured."""
+        return max(HANG, 2 * (self.heartbeat + self.known), 2 * self.rejoined)
 
 
 @dataclass(frozen=True)
@@ -132,8 +143,16 @@ class Cluster:
     """The processes of one shape in one mode."""
 
     def __init__(
-        self, shape: Shape, mode: str, transport: str, board: Board, folder: Path, port: int
+        self,
+        shape: Shape,
+        mode: str,
+        transport: str,
+        board: Board,
+        folder: Path,
+        port: int,
+        limits: Limits,
     ):
+        self.limits = limits
         self.shape, self.mode, self.board, self.folder = shape, mode, board, folder
         self.old: list[Process] = []  # that were stopped and have a successor
         board.sheet.quit = 0
@@ -148,8 +167,8 @@ class Cluster:
             "settings": {
                 "STEPMESH_BACKEND": "CPU",  # also where there are GPUs
                 "PS_HEARTBEAT_INTERVAL": "0.3",
-                "PS_HEARTBEAT_TIMEOUT": str(HEARTBEAT_TIMEOUT),
-                "FSERVER_STOP_TIMEOUT": str(HANG),
+                "PS_HEARTBEAT_TIMEOUT": str(limits.heartbeat),
+                "FSERVER_STOP_TIMEOUT": str(limits.hang),
             },
         }
         self.members: dict[Name, Process] = {}
@@ -179,7 +198,7 @@ class Cluster:
         met: Callable[[], bool],
         otherwise: str,
         but: tuple[Name, ...] = (),
-        limit: float = HANG,
+        limit: float | None = None,
     ) -> float:
         """Waits until met; gives the time. All processes run meanwhile, but those named.
 
@@ -187,6 +206,7 @@ class Cluster:
             Hang: it is not met in time.
             Ended: a process ended.
         """
+        limit = self.limits.hang if limit is None else limit
         end = time.monotonic() + limit
         while not met():
             if time.monotonic() > end:
@@ -220,7 +240,7 @@ class Cluster:
         stops_at = time.monotonic()
         self.old = gone
         self.strike(kill, gone)
-        late = HEARTBEAT_TIMEOUT if kill.way == "freeze" else 0.0
+        late = self.limits.heartbeat if kill.way == "freeze" else 0.0
         lost = [MEMBERS.index(name) for name in kill.victims]
 
         def knew() -> dict[Name, float]:
@@ -254,7 +274,7 @@ class Cluster:
                 if kill.way == "freeze":
                     process.end()
                     late = 0.0
-                process.join(HANG)
+                process.join(self.limits.hang)
         began = time.monotonic()
         self.restart(kill, gone)
         began = max(began, stops_at + late)
@@ -263,7 +283,7 @@ class Cluster:
             gone[0].signal(signal.SIGCONT)
         if kill.way != "close":
             for process in gone:
-                process.join(HANG)
+                process.join(self.limits.hang)
                 self.check_end(kill, process)
         return {
             "shape": kill.shape.name,
@@ -307,7 +327,7 @@ class Cluster:
         """All leave together."""
         self.board.sheet.quit = 1
         for process in self.members.values():
-            process.join(HANG)
+            process.join(self.limits.hang)
             if process.ended() is None:
                 raise Hang(f"{process.name} has not left")
             if process.ended() != 0:
@@ -326,7 +346,9 @@ class Cluster:
             process.end()
 
 
-def run(kills: list[Kill], transport: str, board: Board, folder: Path) -> dict[str, Any]:
+def run(
+    kills: list[Kill], transport: str, board: Board, folder: Path, limits: Limits
+) -> dict[str, Any]:
     """All turns, with a new cluster for each mode and after a failure."""
     results: dict[str, Any] = {"turns": [], "hangs": [], "ended": []}
     cluster = None
@@ -335,7 +357,9 @@ def run(kills: list[Kill], transport: str, board: Board, folder: Path) -> dict[s
         while left or cluster:
             try:
                 if cluster is None:
-                    cluster = Cluster(left[0].shape, left[0].mode, transport, board, folder, number)
+                    cluster = Cluster(
+                        left[0].shape, left[0].mode, transport, board, folder, number, limits
+                    )
                     cluster.open()
                 elif left and (left[0].shape, left[0].mode) == (cluster.shape, cluster.mode):
                     kill = left.pop(0)
@@ -388,7 +412,7 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
     return dict(zip(("p50", "p99", "max"), at, strict=True))
 
 
-def report(results: dict[str, Any], board: Board) -> bool:
+def report(results: dict[str, Any], board: Board, limits: Limits) -> bool:
     """Adds the sums to the results and prints them. False if something was not as it should be."""
     turns = results["turns"]
     known = percentiles([s for t in turns for s in t["known_s"].values()])
@@ -409,8 +433,8 @@ def report(results: dict[str, Any], board: Board) -> bool:
     )
     good = not (results["hangs"] or results["ended"] or results["wrong"])
     for what, of, limit in (
-        ("known", known, KNOWN_LIMIT),
-        ("rejoined", rejoined, REJOINED_LIMIT),
+        ("known", known, limits.known),
+        ("rejoined", rejoined, limits.rejoined),
     ):
         if of["max"] >= limit:
             print(
@@ -426,7 +450,25 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, help="(default: chosen, and printed)")
     parser.add_argument("--transport", default="auto", help="FSERVER_TRANSPORT (default auto)")
     parser.add_argument("--json", metavar="FILE", help="also write the results to FILE")
+    parser.add_argument(
+        "--known",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="seconds in which a loss must be known (default 1)",
+    )
+    parser.add_argument(
+        "--rejoined",
+        type=float,
+        default=2.0,
+        metavar="S",
+        help="seconds in which a successor must have joined (default 2)",
+    )
+    parser.add_argument(
+        "--heartbeat", type=float, default=2.0, metavar="S", help="PS_HEARTBEAT_TIMEOUT (default 2)"
+    )
     options = parser.parse_args(argv)
+    limits = Limits(options.known, options.rejoined, options.heartbeat)
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     os.environ["GOTRACEBACK"] = "all"  # for a dump
     folder = Path(tempfile.mkdtemp(prefix="fserver-chaos-"))
@@ -437,8 +479,8 @@ def main(argv: list[str]) -> int:
         f"{'known s':>8}{'rejoined s':>12}"
     )
     began = time.monotonic()
-    results = run(plan(options.kills, seed), options.transport, board, folder)
-    good = report(results, board)
+    results = run(plan(options.kills, seed), options.transport, board, folder, limits)
+    good = report(results, board, limits)
     results.update(
         seed=seed, transport=options.transport, seconds=round(time.monotonic() - began, 1)
     )
