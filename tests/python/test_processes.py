@@ -283,14 +283,15 @@ def member(parent: Parent, role: str, scheduler: str, options: dict[str, Any], c
     threading.Event().wait()
 
 
+KNOWN = 5.0  # seconds: a busy host can stop everybody for some
 OPTIONS = {"settings": {"FSERVER_LOG": "error"}, "init_timeout": LIMIT}
 
 
 def lost(future: Any, killed: float, role: str) -> None:
-    """The call reports the loss within a second."""
+    """The call reports the loss as soon as the connection ends, long before heartbeats time out."""
     with pytest.raises(fserver.PeerLostError) as raised:
         future.result(LIMIT)
-    assert time.monotonic() - killed < 1
+    assert time.monotonic() - killed < KNOWN
     assert (raised.value.role, raised.value.rank) == (role, 0)
     assert raised.value.reason
     assert f"{role} " in str(raised.value)
@@ -428,7 +429,7 @@ def test_ctrl_c(child: MakeChild, call: str) -> None:
     time.sleep(0.3)  # until the call blocks, of which there is no sign
     sent = time.monotonic()
     os.kill(other.pid, signal.SIGINT)
-    assert other.get() - sent < 0.2
+    assert other.get() - sent < 5  # the call itself blocks for LIMIT, or for ever
     other.end()
 
 
