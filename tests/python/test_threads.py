@@ -29,15 +29,20 @@ def test_micro_batches_in_threads(cluster: MakeCluster) -> None:
             for rank, part in enumerate(y):
                 assert bool((part == value + rank).all())
 
+    answered_all = threading.Event()
+
     def serve(server: fserver.Server) -> None:
-        while batch := server.get_batch(timeout_ms=500):
-            for handler, [x], _ in batch:
+        while not answered_all.is_set():
+            for handler, [x], _ in server.get_batch(timeout_ms=100):
                 server.respond([x + server.rank], handler)
 
     done = [in_thread(serve, server) for server in c.servers for _ in range(2)]
     working = [in_thread(work, worker, m) for worker in c.workers for m in range(threads)]
-    for future in working + done:
+    for future in working:
         future.result(LIMIT * 2)
+    answered_all.set()
+    for future in done:
+        future.result(LIMIT)
 
 
 def test_blocking_calls_release_the_gil(pair: Cluster) -> None:
