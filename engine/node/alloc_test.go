@@ -82,13 +82,13 @@ func TestUnicastAllocations(t *testing.T) {
 		must(t, ticket.AddPull(out))
 		id := ticket.ID()
 		must(t, w.PushPullTo(0, ticket))
-		must(t, s.TakeUnicasts(&last, 1e9, true))
+		must(t, retried(func() error { return s.TakeUnicasts(&last, 1e10, true) }))
 		answer, err := s.BeginAnswer()
 		must(t, err)
 		must(t, answer.AddPush(x))
 		must(t, s.Respond(last.handler, answer))
 		s.Flush()
-		must(t, w.Wait(id, 1e9, true))
+		must(t, retried(func() error { return w.Wait(id, 1e10, true) }))
 	}
 	for range 1000 {
 		once()
@@ -191,7 +191,7 @@ func (m *mesh) once(x, y, out Tensor) func() {
 		}
 		id := ticket.ID()
 		must(m.tb, w.PushPull(ticket))
-		must(m.tb, s.GetBatch(&sink, 0, 1e9, true))
+		must(m.tb, retried(func() error { return s.GetBatch(&sink, 0, 1e10, true) }))
 		answer, err := s.BeginAnswer()
 		must(m.tb, err)
 		must(m.tb, answer.AddPush(x))
@@ -200,7 +200,7 @@ func (m *mesh) once(x, y, out Tensor) func() {
 		}
 		must(m.tb, s.Respond(sink.handler, answer))
 		s.Flush()
-		must(m.tb, w.Wait(id, 1e9, true))
+		must(m.tb, retried(func() error { return w.Wait(id, 1e10, true) }))
 		if sink.lent != 0 {
 			must(m.tb, m.buffers.Release(sink.lent))
 			sink.lent = 0

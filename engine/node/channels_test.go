@@ -10,6 +10,16 @@ import (
 	"fserver/engine/mem"
 )
 
+// textOf waits for what a peer tells on a channel.
+func textOf(t *testing.T, n *Node, handle uint64, peer int) (text string) {
+	t.Helper()
+	require.NoError(t, retried(func() (err error) {
+		text, err = n.ChannelText(handle, peer, 20*time.Second)
+		return err
+	}))
+	return text
+}
+
 func TestChannels(t *testing.T) { eachWay(t, channelsOf) }
 
 // channelsOf opens channels between two workers and a server, exchanges on one
@@ -36,12 +46,8 @@ func channelsOf(t *testing.T, way ...string) {
 		require.NoError(t, s.TellChannel(at, i, "server"))
 	}
 	for i, w := range m.workers {
-		text, err := s.ChannelText(at, i, 20*time.Second)
-		require.NoError(t, err)
-		require.Equal(t, string(rune('a'+i)), text)
-		text, err = w.ChannelText(from[i], 0, 20*time.Second)
-		require.NoError(t, err)
-		require.Equal(t, "server", text)
+		require.Equal(t, string(rune('a'+i)), textOf(t, s, at, i))
+		require.Equal(t, "server", textOf(t, w, from[i], 0))
 	}
 
 	word, err := mem.Map(4)
@@ -73,7 +79,7 @@ func channelsOf(t *testing.T, way ...string) {
 			require.NoError(t, w.PushPullOn(from[i], ticket))
 		}
 		var b batch
-		require.NoError(t, s.TakeOn(at, &b, 20*time.Second, true))
+		require.NoError(t, retried(func() error { return s.TakeOn(at, &b, 20*time.Second, true) }))
 		require.Len(t, b.reqs, 2)
 		for _, r := range b.reqs {
 			require.Equal(t, x.Span.Bytes(), r.push[0].Span.Bytes())
@@ -95,10 +101,10 @@ func channelsOf(t *testing.T, way ...string) {
 	require.Equal(t, ErrAgain, s.CloseChannel(at, "", 0))
 	for i, w := range m.workers {
 		require.Eventually(t, func() bool { return isOver(w.ChannelState(from[i], 0)) }, 20*time.Second, time.Millisecond)
-		require.NoError(t, w.CloseChannel(from[i], "", 20*time.Second))
+		require.NoError(t, retried(func() error { return w.CloseChannel(from[i], "", 20*time.Second) }))
 		require.NoError(t, w.CloseChannel(from[i], "", 0))
 	}
-	require.NoError(t, s.CloseChannel(at, "", 20*time.Second))
+	require.NoError(t, retried(func() error { return s.CloseChannel(at, "", 20*time.Second) }))
 	require.ErrorIs(t, s.ChannelState(at, 0), errClosed)
 
 	require.NoError(t, s.ChannelState(other, 0))
@@ -108,7 +114,7 @@ func channelsOf(t *testing.T, way ...string) {
 	require.ErrorAs(t, s.ChannelState(other, 0), &lost)
 	require.Equal(t, 1, lost.Rank)
 	var b batch
-	require.ErrorAs(t, s.TakeOn(other, &b, 20*time.Second, false), &lost)
+	require.ErrorAs(t, retried(func() error { return s.TakeOn(other, &b, 20*time.Second, false) }), &lost)
 	require.ErrorAs(t, s.TellChannel(other, 0, ""), &lost)
 	require.NoError(t, s.CloseChannel(other, "", -1))
 	require.ErrorIs(t, s.WatchChannel(other, word.Addr), errClosed)

@@ -87,7 +87,7 @@ func TestChannelPassesAWait(t *testing.T) {
 					id := ticket.ID()
 					require.NoError(t, worker.PushPullOn(here, ticket))
 					var b batch
-					require.NoError(t, server.TakeOn(there, &b, 3*time.Second, true))
+					require.NoError(t, retried(func() error { return server.TakeOn(there, &b, 3*time.Second, true) }))
 					require.Equal(t, out.Span.Bytes(), b.reqs[0].push[0].Span.Bytes())
 					respond(t, server, b.reqs[0].handler, out)
 					require.NoError(t, wait(worker, id))

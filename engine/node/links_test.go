@@ -92,9 +92,7 @@ func TestBeforeTheServerAnswers(t *testing.T) {
 	require.NoError(t, wait(w, id))
 	theirs, err := s.OpenChannel("a")
 	require.NoError(t, err)
-	text, err := s.ChannelText(theirs, 0, 10*time.Second)
-	require.NoError(t, err)
-	require.Equal(t, "of the worker", text)
+	require.Equal(t, "of the worker", textOf(t, s, theirs, 0))
 	for n, h := range map[*Node]uint64{w: ch, s: theirs} {
 		require.NoError(t, n.CloseChannel(h, "", -1))
 	}

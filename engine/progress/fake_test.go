@@ -27,6 +27,7 @@ type fake struct {
 	stage  func(at string) // called where a method has just begun, by its name
 
 	looks, passes, all, drains, arms atomic.Int64 // calls
+	signals                          atomic.Int64 // calls of Await that a signal has ended
 	unsent, held                     atomic.Bool
 	shut                             atomic.Pointer[error]
 	shuts                            atomic.Int32
@@ -163,17 +164,43 @@ func (f *fake) submit(do func()) {
 	f.d.Submit()
 }
 
+// until calls Await until met, and again after a signal.
+func (f *fake) until(met func() bool, spin bool) {
+	for !f.d.Await(met, time.Hour, spin) {
+		f.signals.Add(1)
+	}
+}
+
 // awaits is a call of Await that waits for a flag.
 type awaits struct {
 	met  atomic.Bool
 	done chan bool
 }
 
-// await calls Await in a goroutine of its own.
+// await calls until in a goroutine of its own.
 func (f *fake) await(spin bool) *awaits {
 	a := &awaits{done: make(chan bool, 1)}
-	go func() { a.done <- f.d.Await(func() bool { return a.met.Load() || f.d.Stopped() }, time.Hour, spin) }()
+	go func() {
+		f.until(func() bool { return a.met.Load() || f.d.Stopped() }, spin)
+		a.done <- true
+	}()
 	return a
+}
+
+// ends waits until a call has ended. After a signal the caller that should be woken may be another one than the test
+// expects, so all are woken.
+func (f *fake) ends(a *awaits) {
+	f.tb.Helper()
+	for {
+		select {
+		case <-a.done:
+			return
+		case <-time.After(100 * time.Millisecond):
+			if f.signals.Load() > 0 {
+				f.d.Under(func() {})
+			}
+		}
+	}
 }
 
 // reaches waits until the Driver is in a state.
