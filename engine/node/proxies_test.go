@@ -304,9 +304,8 @@ func TestProxyCloses(t *testing.T) {
 			w, s := carriedPair(t, m, "a", 10, longest)
 			require.NoError(t, m.workers[0].TellChannel(w.handle, 0, ""))
 			require.NoError(t, m.servers[0].TellChannel(s.handle, 0, ""))
-			for p, peer := range map[*proxied]*proxied{w: s, s: w} {
-				_, err := p.n.ChannelText(p.handle, 0, longest)
-				require.NoError(t, err, peer.n.me())
+			for _, p := range []*proxied{w, s} {
+				textOf(t, p.n, p.handle, 0)
 			}
 			closes, stays := s, w
 			if who == "worker" {
@@ -353,7 +352,7 @@ func TestProxyLosesItsPeer(t *testing.T) {
 				eventually(t, stays.ended)
 				var lost *LostError
 				require.ErrorAs(t, stays.state(), &lost)
-				require.NoError(t, stays.n.CloseChannel(stays.handle, "", time.Second))
+				require.NoError(t, retried(func() error { return stays.n.CloseChannel(stays.handle, "", longest) }))
 				eventually(t, func() bool { return stays.over() || stays.n.Close() == nil })
 			})
 		}
@@ -415,7 +414,9 @@ func TestProxyIsAttended(t *testing.T) {
 // TestProxyTimeOut counts from when the stream waits, and ends the wait.
 func TestProxyTimeOut(t *testing.T) {
 	m := newMesh(t, openFabrics, shape{1, 1, 1})
-	w, s := carriedPair(t, m, "a", 10, 50*time.Millisecond)
+	one := func(key uint64) []Tensor { return []Tensor{tensor(t, key, 10)} }
+	w := carry(t, m.workers[0], "a", 1, one(1), one(2), 50*time.Millisecond)
+	s := carry(t, m.servers[0], "a", 1, one(2), one(1), longest)
 	w.ring(1)
 	s.done(1)
 	time.Sleep(150 * time.Millisecond)

@@ -35,6 +35,8 @@ func sleepersHear(t *testing.T, way ...string) {
 	m := newMesh(t, openFabrics, shape{1, 1, 1}, append(way, "FSERVER_SPIN_US=50")...)
 	w, s := m.workers[0], m.servers[0]
 	x := tensor(t, 1, 4)
+	// Without a wake-up each round takes almost progress.LongSleep. A loaded machine may be slow too, in some rounds.
+	quick := 0
 	for range 20 {
 		first := pushPull(t, w, []exchange.Tensor{x}, nil)
 		b, err := getBatch(s)
@@ -52,8 +54,11 @@ func sleepersHear(t *testing.T, way ...string) {
 		answered := time.Now()
 		at, ok := <-ended
 		require.True(t, ok)
-		require.Less(t, at.Sub(answered), progress.LongSleep/2)
+		if at.Sub(answered) < progress.LongSleep/2 {
+			quick++
+		}
 	}
+	require.Greater(t, quick, 10)
 	m.stop()
 }
 
