@@ -339,17 +339,21 @@ func TestListenerRefuses(t *testing.T) {
 		{"one byte too long", append(magic[:], 1, 16, 0, 0), "a message of 4097 bytes: at most 4096"},
 		{"gate says no", append(magic[:], 1, 0, 0, 0, '?'), "unknown kind 0x3f"},
 		{"empty message", append(magic[:], 0, 0, 0, 0), "gate: empty message"},
-		{"half a preamble, then silence", magic[:2], "not finished within 150ms"},
-		{"half a message, then silence", append(magic[:], 9, 0, 0, 0, '+'), "not finished within 150ms"},
-		{"silence", nil, "not finished within 150ms"},
+		{"half a preamble, then silence", magic[:2], "not finished within 1s"},
+		{"half a message, then silence", append(magic[:], 9, 0, 0, 0, '+'), "not finished within 1s"},
+		{"silence", nil, "not finished within 1s"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			noLeaks(t)
 			var mu sync.Mutex
 			var told []string
+			var limits transport.Limits
+			if strings.Contains(c.name, "silence") {
+				limits.Handshake = time.Second
+			}
 			u := newUser(t, open(t, Options{
 				Listen: "127.0.0.1:0",
-				Limits: transport.Limits{Handshake: 150 * time.Millisecond},
+				Limits: limits,
 				Refused: func(remote string, err error) {
 					mu.Lock()
 					defer mu.Unlock()
@@ -581,8 +585,8 @@ func TestOwnerNeverWaits(t *testing.T) {
 // TestLargeBuffersAreGivenBack sends frames of the largest size and waits for
 // the buffers to go.
 func TestLargeBuffersAreGivenBack(t *testing.T) {
-	a := newUser(t, open(t, Options{Limits: transport.Limits{Stall: 40 * time.Millisecond}}))
-	b := newUser(t, open(t, Options{Listen: "127.0.0.1:0", Limits: transport.Limits{Stall: 40 * time.Millisecond}}))
+	a := newUser(t, open(t, Options{Limits: transport.Limits{Stall: time.Second}}))
+	b := newUser(t, open(t, Options{Listen: "127.0.0.1:0", Limits: transport.Limits{Stall: time.Second}}))
 	conn, err := a.f.Connect(context.Background(), b.f.Addr())
 	require.NoError(t, err)
 	frame := bytes.Repeat([]byte("x"), transport.MaxFrame)
