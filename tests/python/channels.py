@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -40,6 +41,16 @@ def both(
             ]
         )
     )
+
+
+@contextlib.contextmanager
+def patient(channel: Any, timeout_ms: float) -> Iterator[None]:
+    """Another ``timeout_ms`` for the calls of a channel of CPU tensors. It does not limit what the
+    test expects to succeed, least of all the opening."""
+    caller = channel._side._caller
+    before, caller._timeout = caller._timeout, timeout_ms
+    yield
+    caller._timeout = before
 
 
 def freed(x: torch.Tensor) -> torch.Tensor:

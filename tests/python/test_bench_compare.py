@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from bench_fakes import interruptible
+from nodes import eventually
 from test_containers import needs
 
 from fserver import _loader, bench
@@ -149,29 +150,29 @@ def test_a_round_that_fails_is_named(capfd):
 def test_a_round_that_hangs_is_ended_and_named(monkeypatch):
     monkeypatch.setattr(compare, "TIMEOUT", 15.0)
     with pytest.raises(BenchError, match="^A=1: pingpong .*: no end within 15 s"):
-        compare.main(["--set", "A=1", "pingpong", *SHORT, "--iters", "1000000000"])
-    assert not of_round()
+        compare.main(["--set", "A=1", "pingpong", *SHORT, "--iters", ENDLESS])
+    eventually(lambda: not of_round())
+
+
+ENDLESS = str(10**9 + os.getpid())  # iterations; no other run of the tests has this number
 
 
 def of_round():
-    """The processes of a round, which have this in their command."""
-    found = subprocess.run(["pgrep", "-f", "fserver bench pingpong .*1000000000"])
+    """Whether there are processes of a round, which have this in their command."""
+    found = subprocess.run(["pgrep", "-f", f"fserver bench pingpong .*{ENDLESS}"])
     return found.returncode == 0
 
 
 def test_an_interrupt_ends_the_round():
     command = [sys.executable, "-m", "fserver", "bench", "compare", "pingpong", *SHORT]
-    command += ["--iters", "1000000000"]
+    command += ["--iters", ENDLESS]
     parent = subprocess.Popen(command, start_new_session=True, preexec_fn=interruptible)
     try:
-        end = time.monotonic() + 60
-        while not of_round():
-            assert time.monotonic() < end
-            time.sleep(0.1)
+        eventually(of_round, 60)
         time.sleep(5)
         os.killpg(parent.pid, signal.SIGINT)
         assert parent.wait(30)
-        assert not of_round()
+        eventually(lambda: not of_round())
     finally:
         parent.kill()
         parent.wait()

@@ -50,11 +50,11 @@ def test_rows(
     ]
     for row in rows:
         assert row["rounds"] == 2 and row["iters"] == 3 and row["transport"] == "cma"
-        assert 0 < row["goodput_min"] <= row["goodput_gbps"] <= row["goodput_max"]
+        assert 0 <= row["goodput_min"] <= row["goodput_gbps"] <= row["goodput_max"]
         # Both directions are messages; the bytes are those of one.
         each = 2 if row["op"] == "push_pull" else 1
         bits = row["messages"] / each * row["bytes"] * 8 / 1e9
-        assert row["goodput_gbps"] == pytest.approx(bits, rel=0.2)
+        assert row["goodput_gbps"] == pytest.approx(bits, rel=0.2, abs=0.0005)
     assert "goodput_gbps" in capsys.readouterr().out
 
 

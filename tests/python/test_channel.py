@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from channels import MS, WAYS, MakeCluster, both, freed, needs_compiler
+from channels import MS, WAYS, MakeCluster, both, freed, needs_compiler, patient
 from nodes import LIMIT, Child, Cluster, Parent, in_thread, open_cluster, together
 
 import fserver
@@ -258,23 +258,26 @@ def test_bad_rows(pair: Cluster) -> None:
 
 def test_one_way_without_room(pair: Cluster) -> None:
     """The error is of the call that has waited, which can go on."""
-    w, s = both(pair, [torch.ones(1)], [], timeout_ms=200)
+    w, s = both(pair, [torch.ones(1)], [])
     w.send()
-    with pytest.raises(fserver.TimeoutError, match=r"^send: the peers did not .* call send\(\)"):
+    text = r"^send: the peers did not .* call send\(\)"
+    with patient(w, 200), pytest.raises(fserver.TimeoutError, match=text):
         w.send()
     s.recv()
     w.send()
     s.recv()
-    with pytest.raises(fserver.TimeoutError, match=r"^recv: no message came .* call recv\(\)"):
+    text = r"^recv: no message came .* call recv\(\)"
+    with patient(s, 200), pytest.raises(fserver.TimeoutError, match=text):
         s.recv()
 
 
 def test_time_out(pair: Cluster) -> None:
-    w, s = both(pair, [torch.ones(1)], [torch.empty(1)], timeout_ms=300)
-    with pytest.raises(fserver.TimeoutError, match="within timeout_ms=300"):
+    w, s = both(pair, [torch.ones(1)], [torch.empty(1)])
+    text = "within timeout_ms=300"
+    with patient(s, 300), pytest.raises(fserver.TimeoutError, match=text):
         s.recv()
     w.send()
-    with pytest.raises(fserver.TimeoutError, match="within timeout_ms=300"):
+    with patient(w, 300), pytest.raises(fserver.TimeoutError, match=text):
         w.recv()
     s.recv()
     s.send()

@@ -75,7 +75,7 @@ def test_all_channels_of_a_node_end_at_once(
     """Every peer is told before any is waited for, and they are waited for once: one that closes
     its sides when it is told keeps nobody waiting, one that does not costs the time of one."""
     local, _ = on_gpu
-    limit, count = 1.0, 4
+    limit, count = 4.0, 4
     monkeypatch.setattr(channel, "_PARTING_S", limit)
 
     def opens(open_: Callable[..., Any], i: int) -> Any:
@@ -95,9 +95,12 @@ def test_all_channels_of_a_node_end_at_once(
     start = time.monotonic()
     ended = in_thread(getattr(pair.worker, call))
     eventually(lambda: all(side.word for side in theirs))
-    assert time.monotonic() - start < limit, "the last one was told after another was waited for"
+    # A side is closed when its peer has been waited for, here for the whole limit. If the node is
+    # closed first, no peer is waited for.
+    first = all(side.at_close is None for side in mine)
+    assert first or call == "close", "one was waited for before all were told"
     eventually(lambda: all(side.at_close is not None for side in mine))
-    assert time.monotonic() - start < 2 * limit
+    assert time.monotonic() - start < 3 * limit  # one after another: count * limit
     for ch in kept[1::2]:
         ch.close()
     if call == "stop":

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_run import BOUND, DRIVER, FOREVER, Run, environment
+from test_run import BOUND, DRIVER, FOREVER, Run, environment, meet
 
 from fserver.run import tracebacks
 
@@ -20,14 +20,6 @@ LOST = """
     raise PeerLostError("worker 0 is gone")
 """
 CAUSE = "raise KeyError('layer 3')"
-
-
-def meet(folder: Path, count: int) -> str:
-    """A line of code that waits until so many processes have come to it, however long each of them
-    has taken to import what it needs."""
-    at = repr(str(folder))
-    wait = f"[time.sleep(0.01) for _ in iter(lambda: len(os.listdir({at})) < {count}, False)]"
-    return f"import os, time; open(os.path.join({at}, str(os.getpid())), 'w').close(); {wait}"
 
 
 def pids_away(text: str) -> list[str]:
@@ -53,9 +45,10 @@ def test_the_cause_comes_first_and_others_without_traceback(tmp_path: Path):
     ]
 
 
-def test_a_cause_that_ends_late_is_waited_for():
-    slow = "import atexit, time\natexit.register(time.sleep, 2.5)\n" + CAUSE
-    with Run(("server", 0, LOST.format("")), ("worker", 0, slow)) as run:
+def test_a_cause_that_ends_late_is_waited_for(tmp_path: Path):
+    ready = meet(tmp_path, 2)
+    slow = f"import atexit; {ready}\natexit.register(time.sleep, 2.5)\n{CAUSE}"
+    with Run(("server", 0, LOST.format(ready)), ("worker", 0, slow)) as run:
         lines = [run.popen.stderr.readline() for _ in range(3)]
         assert lines[-1] == "[worker 0] KeyError: 'layer 3'\n"
         assert run.popen.poll() is None  # it is printed at once
@@ -99,9 +92,9 @@ def test_the_same_error_everywhere_is_printed_once():
 
 
 @pytest.mark.parametrize("first, second", [(0.5, 0), (2, 0)])
-def test_the_same_error_of_a_process_that_ends_first(first, second):
+def test_the_same_error_of_a_process_that_ends_first(tmp_path, first, second):
     """The other one has printed it, and ends after this one, or much later."""
-    slow = "import atexit, time\n{}atexit.register(time.sleep, {})\n" + CAUSE
+    slow = f"import atexit; {meet(tmp_path, 2)}\n{{}}atexit.register(time.sleep, {{}})\n{CAUSE}"
     late = slow.format("time.sleep(0.3)\n", second)
     with Run(("worker", 0, slow.format("", first)), ("worker", 1, late)) as run:
         _, _, err, _ = run.end()
@@ -148,17 +141,17 @@ def test_ctrl_c_says_where_each_process_was():
         status, _, err, _ = run.end()
     assert status == 130
     assert err.splitlines() == [
-        "fserver run: passed SIGINT on to worker 0, worker 1 (those that run for 2 s more are "
+        "fserver run: passed SIGINT on to worker 0, worker 1 (those that run for 60 s more are "
         "killed, and at once with a second signal)",
         "fserver run: worker 0, worker 1 ended with KeyboardInterrupt (<string>, line 1)",
     ]
 
 
-def test_a_process_that_does_not_end_is_named():
-    deaf = "import signal; signal.signal(15, signal.SIG_IGN)\n" + FOREVER
-    failing = "import time; time.sleep(1); raise SystemExit(3)"
+def test_a_process_that_does_not_end_is_named(tmp_path: Path):
+    ready = meet(tmp_path, 2)
+    deaf = f"import signal; signal.signal(15, signal.SIG_IGN); {ready}\n{FOREVER}"
+    failing = f"{ready}; raise SystemExit(3)"
     with Run(("server", 0, deaf), ("worker", 0, failing), grace=0.3) as run:
-        run.wait_for("[server 0] ready")
         _, _, err, _ = run.end()
     assert pids_away(err)[1:] == [
         "fserver run: ending server 0",
