@@ -217,8 +217,10 @@ def test_the_scheduler_is_restarted(child: MakeChild, port: int, along: str) -> 
     together([node.connect for node in (server, *workers)])
     assert [other.get(), other.get(), scheduler.get()] == ["open", "connected", "connected"]
     with busy(workers[0], server):
-        waiting = in_thread(lambda: server.barrier(True, True))
-        eventually(lambda: not waiting.done())
+        calls = threading.Event()
+        waiting = in_thread(lambda: calls.set() or server.barrier(True, True))
+        assert calls.wait(LIMIT)
+        time.sleep(0.5)  # until the call is made, of which there is no sign
         killed = scheduler.kill()
         if along:
             other.kill()
