@@ -124,7 +124,7 @@ func TestKill(t *testing.T) {
 func TestSilence(t *testing.T) {
 	long(t)
 	net := inproc.New()
-	m := newMesh(t, over(net), shape{2, 1, 1}, "PS_HEARTBEAT_INTERVAL=1", "PS_HEARTBEAT_TIMEOUT=2")
+	m := newMesh(t, over(net), shape{2, 1, 1}, "PS_HEARTBEAT_INTERVAL=1", "PS_HEARTBEAT_TIMEOUT=5")
 	done := make(chan error, 1)
 	go func() {
 		_, err := getBatch(m.servers[0])

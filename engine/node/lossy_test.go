@@ -43,7 +43,7 @@ func TestDrop(t *testing.T) {
 	m := newCluster(t, openFabrics)
 	m.scheduler = m.start(s.settings("scheduler", 0, 0, "0"))
 	_, port := splitPort(t, m.scheduler.Info().Address)
-	w := m.start(s.settings("worker", 0, 0, port, "PS_DROP_MSG=100", "FSERVER_INIT_TIMEOUT=0.3"))
+	w := m.start(s.settings("worker", 0, 0, port, "PS_DROP_MSG=100", "FSERVER_INIT_TIMEOUT=3"))
 	err := ready(w)
 	require.ErrorContains(t, err, "members are missing at the scheduler")
 	require.EqualValues(t, 110, Errno(err))

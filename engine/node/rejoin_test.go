@@ -500,7 +500,7 @@ func TestOldEpoch(t *testing.T) {
 // it is back it learns that the others have gone on, and its rank is free.
 func TestTakenForLost(t *testing.T) {
 	net, sh := inproc.New(), shape{2, 1, 1}
-	beats := []string{"PS_HEARTBEAT_INTERVAL=0.2", "PS_HEARTBEAT_TIMEOUT=1"}
+	beats := []string{"PS_HEARTBEAT_INTERVAL=1", "PS_HEARTBEAT_TIMEOUT=5"}
 	m := newMesh(t, over(net), sh, beats...)
 	stopped := m.workers[1]
 	net.Hold("worker-1", "127.0.0.1:1")
@@ -553,7 +553,7 @@ func TestStopWithoutTheLost(t *testing.T) {
 			require.Equal(t, 1, lost.Rank)
 		}
 	}
-	require.Less(t, time.Since(start), 5*time.Second)
+	require.Less(t, time.Since(start), 20*time.Second)
 }
 
 // TestTickWakes has a caller wait for what ends by the clock alone, while another one
@@ -562,7 +562,7 @@ func TestStopWithoutTheLost(t *testing.T) {
 func TestTickWakes(t *testing.T) {
 	net := inproc.New()
 	// Without heartbeats nothing else wakes anybody.
-	m := newMesh(t, over(net), shape{2, 1, 1}, "FSERVER_ON_PEER_LOST=wait", "FSERVER_REJOIN_TIMEOUT=1", "PS_HEARTBEAT_INTERVAL=0", "PS_HEARTBEAT_TIMEOUT=0")
+	m := newMesh(t, over(net), shape{2, 1, 1}, "FSERVER_ON_PEER_LOST=wait", "FSERVER_REJOIN_TIMEOUT=5", "PS_HEARTBEAT_INTERVAL=0", "PS_HEARTBEAT_TIMEOUT=0")
 	w := m.workers[0]
 	seq, err := w.Barrier(everybody, 0)
 	require.NoError(t, err)

@@ -82,8 +82,8 @@ func (m *toxicMesh) linked() {
 }
 
 // TestSlowPeers makes push_pulls, with all bytes checked, over connections that
-// are only slow: nobody is lost, though a frame may take as long as half of the
-// time-out of heartbeats.
+// are only slow: nobody is lost, though a frame may take as long as a third of
+// the time-out of heartbeats.
 func TestSlowPeers(t *testing.T) {
 	long(t)
 	for _, toxic := range []struct {
@@ -93,10 +93,10 @@ func TestSlowPeers(t *testing.T) {
 		{"latency", `"latency": 20`, 10},
 		{"latency", `"latency": 10, "jitter": 10`, 20},
 		{"bandwidth", `"rate": 10`, 20}, // KB/s
-		{"latency", `"latency": 500`, 1},
+		{"latency", `"latency": 1500`, 1},
 	} {
 		t.Run(toxic.kind+" "+toxic.attributes, func(t *testing.T) {
-			m := newToxicMesh(t, "PS_HEARTBEAT_INTERVAL=0.2", "PS_HEARTBEAT_TIMEOUT=1")
+			m := newToxicMesh(t, "PS_HEARTBEAT_INTERVAL=1", "PS_HEARTBEAT_TIMEOUT=5")
 			for _, way := range []string{"upstream", "downstream"} {
 				poison(t, m.data, way, toxic.kind, toxic.attributes)
 				poison(t, m.control, way, toxic.kind, toxic.attributes)
@@ -177,7 +177,7 @@ func TestBlackholes(t *testing.T) {
 	long(t)
 	for _, ways := range [][]string{{"upstream"}, {"downstream"}, {"upstream", "downstream"}} {
 		t.Run(strings.Join(ways, " and "), func(t *testing.T) {
-			m := newToxicMesh(t, "PS_HEARTBEAT_INTERVAL=0.2", "PS_HEARTBEAT_TIMEOUT=1")
+			m := newToxicMesh(t, "PS_HEARTBEAT_INTERVAL=1", "PS_HEARTBEAT_TIMEOUT=5")
 			w, s := m.workers[0], m.servers[0]
 			require.NoError(t, echo(t, w, m.servers, 5, closed()))
 			began := time.Now()
@@ -192,8 +192,8 @@ func TestBlackholes(t *testing.T) {
 			}
 			requireLost(t, err, "worker")
 			requireLost(t, wait(w, id), "server")
-			require.Greater(t, time.Since(began), 500*time.Millisecond)
-			require.Less(t, time.Since(began), 4*time.Second)
+			require.Greater(t, time.Since(began), 3*time.Second)
+			require.Less(t, time.Since(began), 20*time.Second)
 		})
 	}
 }
@@ -209,12 +209,14 @@ func requireLost(t *testing.T, err error, role string) {
 // heartbeats arrive. A wait has its own bound, and nobody is lost until the
 // connection is.
 func TestSilentData(t *testing.T) {
-	m := newToxicMesh(t, "PS_HEARTBEAT_INTERVAL=0.1", "PS_HEARTBEAT_TIMEOUT=0.5")
+	m := newToxicMesh(t, "PS_HEARTBEAT_INTERVAL=0.5", "PS_HEARTBEAT_TIMEOUT=3")
 	w := m.workers[0]
 	require.NoError(t, echo(t, w, m.servers, 5, closed()))
 	heal := poison(t, m.data, "upstream", "timeout", `"timeout": 0`)
 	id := pushPull(t, w, []exchange.Tensor{tensor(t, 1, 9)}, nil)
-	require.ErrorIs(t, w.Wait(id, time.Second, true), ErrAgain)
+	for end := time.Now().Add(4 * time.Second); time.Now().Before(end); { // a signal ends a call
+		require.ErrorIs(t, w.Wait(id, time.Until(end), true), ErrAgain)
+	}
 	require.Zero(t, lostPeers(w)+lostPeers(m.servers[0]))
 	heal() // which closes the connection: what was swallowed is missing
 	lostWithin(t, func() error { return wait(w, id) }, "server", 0)

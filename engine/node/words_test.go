@@ -230,7 +230,7 @@ func TestRemedies(t *testing.T) {
 		require.NotContains(t, err.Error(), "DMLC_PS_ROOT")
 	}
 	require.NoError(t, m.scheduler.Close())
-	n := m.start(s.settings("worker", 0, 0, port, "FSERVER_INIT_TIMEOUT=0.3"))
+	n := m.start(s.settings("worker", 0, 0, port, "FSERVER_INIT_TIMEOUT=3"))
 	require.ErrorContains(t, ready(n), "is it running, and are DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT right?")
 }
 
