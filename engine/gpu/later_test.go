@@ -25,7 +25,7 @@ func TestLater(t *testing.T) {
 		})
 	}
 	did := func() []int {
-		require.True(t, l.Wait(time.Second))
+		require.True(t, l.Wait(20*time.Second))
 		time.Sleep(time.Millisecond)
 		mu.Lock()
 		defer mu.Unlock()
@@ -115,9 +115,9 @@ func TestLaterPanics(t *testing.T) {
 	require.ErrorAs(t, <-told, &e)
 	require.Equal(t, "the first chore", e.Value)
 	require.Contains(t, e.Stack, "TestLaterPanics")
-	require.True(t, l.Wait(time.Second))
+	require.True(t, l.Wait(20*time.Second))
 	stop()
 	l.Do(Memory, 1, func() { panic("nobody watches") })
-	require.True(t, l.Wait(time.Second))
+	require.True(t, l.Wait(20*time.Second))
 	require.Empty(t, told)
 }

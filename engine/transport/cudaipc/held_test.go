@@ -49,18 +49,21 @@ func TestLongWait(t *testing.T) {
 // TestHeldAtTheEnd: what is held when the peer closes is given if its writes come, and
 // forgotten if they do not; EvDown comes after it.
 func TestHeldAtTheEnd(t *testing.T) {
+	before := lastWrites
+	t.Cleanup(func() { lastWrites = before })
+	lastWrites = 3 * time.Second
 	for name, come := range map[string]bool{"come": true, "do not come": false} {
 		t.Run(name, func(t *testing.T) {
 			g := fakegpu.New()
 			a, b, dst, _, _, open := underWay(t, g)
 			until(t, a, b, func() bool { return ours(b).Held.Len() > 0 })
+			began := time.Now()
 			a.C.Close()
 			until(t, a, b, func() bool { return ours(b).Err != nil })
 			require.NoError(t, b.Down)
 			if come {
 				open()
 			}
-			began := time.Now()
 			until(t, a, b, func() bool { return b.Down != nil })
 			if come {
 				require.Len(t, b.Writes, 1)

@@ -261,7 +261,7 @@ func TestMappingsEndLater(t *testing.T) {
 	require.Empty(t, conn.ways)
 	require.Equal(t, 1, g.Imports())
 	close(now)
-	require.True(t, a.F.Calls.Later.Wait(time.Second))
+	require.True(t, a.F.Calls.Later.Wait(20*time.Second))
 	require.Zero(t, g.Imports())
 	a.F.Calls.Dev = g
 	send(k)

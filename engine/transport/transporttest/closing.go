@@ -53,20 +53,21 @@ func (l *link) refuses(op transport.Op) (err error) {
 	return err
 }
 
-// flood posts frames and writes until Post takes no more for a while, which is
+// flood posts frames and writes until Post takes no more for a while and for many tries, which is
 // longer than another goroutine can be in the way, or the Conn pauses, or the Conn ends.
 func (l *link) flood(dst target) {
 	w := l.n.w
 	w.Helper()
 	src := w.source(3, dst.Len)
 	pause := max(w.bed.Pause, 100*time.Millisecond)
-	for taken := time.Now(); time.Since(taken) < pause; {
+	refused := 0
+	for taken := time.Now(); time.Since(taken) < pause || refused < 200; refused++ {
 		k, err := l.try(frame(pattern(1, 1000)), dst.write(0, 1, src), frame(nil))
 		if err != nil {
 			return
 		}
 		if k > 0 {
-			taken = time.Now()
+			taken, refused = time.Now(), 0
 		}
 		l.n.poll()
 	}

@@ -165,7 +165,7 @@ func WaitingKernel[F Fabric](t *testing.T, g *fakegpu.GPU, a, b *Side[F]) {
 	Until(t, a, b, func() bool { return a.Down != nil })
 	a.C.Close()
 	Until(t, a, b, func() bool { return len(a.F.It().Conns) == 0 })
-	require.True(t, a.F.It().Calls.Later.Wait(time.Second) && b.F.It().Calls.Later.Wait(time.Second))
+	require.True(t, a.F.It().Calls.Later.Wait(20*time.Second) && b.F.It().Calls.Later.Wait(20*time.Second))
 	require.Zero(t, g.Reclaims())
 	stream, err := g.NewStream()
 	require.NoError(t, err)
