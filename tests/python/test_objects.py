@@ -238,7 +238,7 @@ def test_the_limit_of_wait_begins_with_wait(pair: Cluster) -> None:
         fserver.TimeoutError, match=r"^wait: handler 0 .* within 200 ms: .*wait again"
     ):
         pair.worker.wait(handler, timeout_ms=200)
-    assert 0.2 <= time.monotonic() - start < 2
+    assert 0.2 <= time.monotonic() - start < 5
     with pytest.raises(fserver.TimeoutError, match="within 0 ms"):
         pair.worker.wait(handler, 0)
     late = in_thread(answer, pair)
@@ -274,10 +274,10 @@ def drop_in(parent: Parent) -> None:
         f.wait(handler)
     parent.put(y.tolist())
     handler = f.push_pull([torch.ones(1)], [0], [y], [0])
-    time.sleep(0.3)
+    time.sleep(3.2)
     start = time.monotonic()
-    with pytest.raises(fserver.TimeoutError, match="within 200 ms of its push_pull: .*wait again"):
-        f.wait(handler, timeout_ms=200)
+    with pytest.raises(fserver.TimeoutError, match="within 3000 ms of its push_pull: .*wait again"):
+        f.wait(handler, timeout_ms=3000)
     parent.put(time.monotonic() - start)
     f.wait(handler, 1e3 * LIMIT)
     parent.put("done")
@@ -346,7 +346,7 @@ def test_the_functions_keep_to_stepmesh(
             for i in range(6):
                 [(handler, _, _)] = s.get_batch(LIMIT * 1e3)
                 if i == 5:
-                    assert worker.get() == [one] * 4 and worker.get() < 0.2
+                    assert worker.get() == [one] * 4 and worker.get() < 2.5
                 s.respond([torch.full((4,), 1.0)], handler)
             assert worker.get() == "done"
             stopped = in_thread(scheduler.stop)
@@ -364,7 +364,7 @@ def test_the_functions_keep_to_stepmesh(
             stopped = in_thread(scheduler.stop)
     else:
         joined.result(LIMIT)
-        assert worker.get() == [one] * 4 and worker.get() < 0.2
+        assert worker.get() == [one] * 4 and worker.get() < 2.5
         server.put("late")
         assert worker.get() == server.get() == "done"
         stopped = in_thread(scheduler.stop)
