@@ -149,9 +149,7 @@ func (c *Conn) handPiece(w *waiting) bool {
 		}
 		taken, err := c.write(&op, n, piece{Of: w, Buf: uint8(buf)}, then)
 		if !taken {
-			if err != nil {
-				c.Fail(err)
-			}
+			c.Refused(err)
 			return false
 		}
 		it.open++

@@ -74,7 +74,8 @@ type Base struct {
 	ending  map[uint64]*ending      // memory whose keys are gone, but not what had begun before
 	Looked  time.Time               // when Layer.Look was called
 	polls   uint64
-	slept   bool // Arm was called, and no Poll since
+	quiet   uint64 // Polls of inner that have found nothing
+	slept   bool   // Arm was called, and no Poll since
 
 	spins uint64      // Polls, of those that look at nothing too; for whoever polls
 	Calm  atomic.Bool // a Poll has nothing to look at but inner; see Lock

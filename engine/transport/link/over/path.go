@@ -78,6 +78,9 @@ type Path[I any] struct {
 	listed bool        // in Base.busy
 	Waits  bool        // calls of the driver for it are made aside, and it keeps what it has
 	Owes   bool        // there is something to do for Conn.Serve
+	// refused is why inner does not take an operation that waits, at quiet of Base.quiet. It is handed nothing more.
+	refused error
+	quiet   uint64
 
 	Trailer []byte // a frame of ours, right behind the operation that is or was posted
 	Line    link.Line[I]
@@ -181,10 +184,30 @@ func (c *Path[I]) Complete(w *link.Waiting[I], err error) {
 func (c *Path[I]) Took(w *link.Waiting[I], taken bool, err error) bool {
 	if taken {
 		c.Line.Finish(w)
-	} else if err != nil {
-		c.Fail(err)
+	} else {
+		c.Refused(err)
 	}
 	return taken
+}
+
+// Refused takes that inner does not take an operation that waits, for an error, or for none. As a rule inner's Conn has
+// ended. Then its EvDown is to come with the reason, behind the frames that have arrived, so c does not end here.
+func (c *Path[I]) Refused(err error) {
+	if err != nil && c.refused == nil {
+		c.refused, c.quiet = err, c.base.quiet
+		c.Wake()
+	}
+}
+
+// quietPolls is how many Polls of inner that find nothing tell that no EvDown is to come. A single one does not: a Poll
+// does a bounded amount of work, and may end in the middle of a frame.
+const quietPolls = 64
+
+// wrong ends c if inner has refused an operation that is wrong in itself: no EvDown has come.
+func (c *Path[I]) wrong() {
+	if c.refused != nil && c.Err == nil && c.base.quiet-c.quiet >= quietPolls {
+		c.Fail(c.refused)
+	}
 }
 
 // Hand hands inner an operation with another User, and the Trailer right behind it. If inner takes only the operation, the
@@ -203,6 +226,9 @@ func (c *Path[I]) HandPiece(op *transport.Op, p Piece[I], then *link.Waiting[I])
 	if then != nil {
 		all, last = all+1, &then.Op
 	}
+	if c.refused != nil {
+		return c.handed(0, nil)
+	}
 	k, err := c.Pass(op, p, c.Trailer, last)
 	if then != nil && k == all {
 		c.Line.Finish(then)
@@ -211,6 +237,9 @@ func (c *Path[I]) HandPiece(op *transport.Op, p Piece[I], then *link.Waiting[I])
 }
 
 func (c *Path[I]) pass(op *transport.Op, user uint64, behind []byte) (int, error) {
+	if c.refused != nil {
+		return 0, nil
+	}
 	if c.base.Below {
 		defer c.base.Calls.Leave().Back()
 	}
@@ -263,18 +292,17 @@ func (c *Path[I]) end(err error) {
 	if c.Err == nil {
 		c.Err = err
 		c.plain.Store(false)
-		c.Trailer, c.Owes = nil, false
+		c.Trailer, c.Owes, c.refused = nil, false, nil
 		c.own.Stopped()
 	}
 	c.Wake()
 }
 
-// Fail ends a Conn for an error of ours. The peer sees that it did not end in good
+// Fail ends a Conn for an error of ours. What is held is still given. The peer sees that it did not end in good
 // order: it is asked for a key that nobody has.
 func (c *Path[I]) Fail(err error) {
 	if c.Err == nil {
 		c.end(c.because(err))
-		c.Drop()
 		c.Signal(transport.Op{Kind: transport.OpWrite, Key: transport.Key{ID: ^uint64(0)}})
 		c.Conn.Close()
 	}
@@ -403,6 +431,7 @@ func (c *Path[I]) serve(p *link.Found) (again bool) {
 	if c.Held.Len() > 0 {
 		c.give(p)
 	}
+	c.wrong()
 	c.advance()
 	if len(c.Trailer) > 0 {
 		c.Flush()

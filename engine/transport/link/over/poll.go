@@ -164,7 +164,11 @@ func (b *Base) ask(n int) (int, error) {
 	if b.Below {
 		defer b.Calls.Leave().Back()
 	}
-	return b.Fabric.Poll(b.ev[:n])
+	got, err := b.Fabric.Poll(b.ev[:n])
+	if got == 0 && err == nil {
+		b.quiet++
+	}
+	return got, err
 }
 
 // tell gives the events that wait, as far as p has room.
