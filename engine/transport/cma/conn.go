@@ -116,7 +116,7 @@ func (f *Fabric) fail(c *Conn, reason error) {
 		return
 	}
 	c.Err = c.Because(reason)
-	if c.Closed && !c.tx.queued() {
+	if c.Closed && !c.Cut && !c.tx.queued() {
 		c.mine.over.Store(overBye)
 	} else {
 		c.mine.over.Store(overCut)

@@ -235,7 +235,7 @@ func (c *Conn) end(err error) {
 func (c *Conn) fail(err error) {
 	if c.over == nil {
 		c.end(err)
-		c.Conn.Close()
+		link.CloseFor(c.Conn, err)
 	}
 }
 
@@ -262,7 +262,10 @@ func (c *Conn) late() bool {
 
 // leave ends a Conn for its own user, who is told nothing more than how the
 // operations have ended, and of the end.
-func (c *Conn) leave() {
+func (c *Conn) leave() { c.leaveBy(c.Conn.Close) }
+
+// leaveBy is leave, where shut closes the inner Conn.
+func (c *Conn) leaveBy(shut func()) {
 	if c.closed {
 		return
 	}
@@ -271,7 +274,7 @@ func (c *Conn) leave() {
 	}
 	c.end(transport.ErrClosed)
 	c.down, c.closed = true, true
-	c.f.after(c.Conn.Close)
+	c.f.after(shut)
 }
 
 // Close implements transport.Conn.
@@ -279,4 +282,11 @@ func (c *Conn) Close() {
 	c.f.mu.Lock()
 	defer c.f.mu.Unlock()
 	c.leave()
+}
+
+// CloseFor implements link.Blamer.
+func (c *Conn) CloseFor(why error) {
+	c.f.mu.Lock()
+	defer c.f.mu.Unlock()
+	c.leaveBy(func() { link.CloseFor(c.Conn, why) })
 }

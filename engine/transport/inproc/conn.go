@@ -165,7 +165,11 @@ func (c *Conn) Unsent() bool { return false }
 func (c *Conn) end(why error) {
 	c.f.net.mu.Lock()
 	defer c.f.net.mu.Unlock()
-	c.over(why, errBye)
+	bye := errBye
+	if c.Cut {
+		bye = errReset
+	}
+	c.over(why, bye)
 }
 
 // cut ends c, and the peer finds bye in place of what it has not read. The caller holds net.mu.

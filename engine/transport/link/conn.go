@@ -22,6 +22,7 @@ type Conn struct {
 	queued bool // in a Queue
 	Fresh  bool // EvAccept is still to be given
 	Closed bool // by its own user
+	Cut    bool // likewise, for an error: the peer must not take it for a close in good order
 	downed bool // EvDown was given
 	Err    error
 	In     Meter
@@ -66,6 +67,16 @@ func (c *Conn) leave() {
 		c.Closed = true
 		c.end(transport.ErrClosed)
 	}
+}
+
+// CloseFor implements Blamer.
+func (c *Conn) CloseFor(why error) {
+	c.f.Owned(func() {
+		if !c.Closed {
+			c.Closed, c.Cut = true, true
+			c.end(why)
+		}
+	})
 }
 
 // Down gives EvDown of a Conn that has ended and whose frames have been given.

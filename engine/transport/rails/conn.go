@@ -42,6 +42,7 @@ type Conn struct {
 	idle    int      // Polls since a Post
 
 	err    error  // why the Conn is over
+	broken bool   // for an error of ours: the peer must not take it for a close in good order
 	reason error  // for which a member was lost
 	stats  []stat // of the strands of each of our Fabrics
 	theirs uint64 // a bit for each of the peer's Fabrics that it says is away
@@ -224,7 +225,7 @@ func (c *Conn) fail(err error) {
 		return
 	}
 	c.catchUp()
-	c.err = err
+	c.err, c.broken = err, true
 	for _, r := range c.rails {
 		r.push(entry{text: parting(err), item: item{kind: broken}})
 		r.flush()
@@ -249,6 +250,16 @@ func (c *Conn) leave() {
 
 // Close implements transport.Conn.
 func (c *Conn) Close() { c.f.locked(c.leave) }
+
+// CloseFor implements link.Blamer.
+func (c *Conn) CloseFor(why error) {
+	c.f.locked(func() {
+		if !c.closed {
+			c.fail(why)
+			c.leave()
+		}
+	})
+}
 
 // inspect ends c if the peer does not say what has come on a member that was lost. read says that all was read that
 // it may have said.

@@ -168,8 +168,13 @@ func (r *rail) close() {
 			r.c.order.let(r.c.writes[e.write-1].num)
 		}
 	}
+	untold := len(r.queue) > 0
 	r.queue, r.tail = nil, nil
-	r.conn.Close()
+	if untold && r.c != nil && r.c.broken { // the peer has not been told on this member
+		link.CloseFor(r.conn, r.c.err)
+	} else {
+		r.conn.Close()
+	}
 }
 
 // frame takes a frame of the peer that recvSmall does not.

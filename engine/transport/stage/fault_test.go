@@ -16,15 +16,27 @@ import (
 	"fserver/engine/gpu/fakegpu"
 	"fserver/engine/mem"
 	"fserver/engine/transport"
+	"fserver/engine/transport/faults"
 	"fserver/engine/transport/transporttest"
 	"fserver/engine/transport/transporttest/overtest"
 )
 
 // TestDeviceFails: nothing has landed.
 func TestDeviceFails(t *testing.T) {
-	g := fakegpu.New()
-	a, b := pairOf(t, g, overCMA)
-	holds(t, g, overtest.DeviceFails(t, g, a, b), 1)
+	for name, under := range map[string]func(testing.TB, *fakegpu.GPU) overtest.Below{
+		"cma":      func(testing.TB, *fakegpu.GPU) overtest.Below { return overCMA },
+		"tcp":      func(testing.TB, *fakegpu.GPU) overtest.Below { return overTCP },
+		"inproc":   func(testing.TB, *fakegpu.GPU) overtest.Below { return overProc() },
+		"one NIC":  overNIC,
+		"two NICs": overNICs,
+		"faults":   func(testing.TB, *fakegpu.GPU) overtest.Below { return worse(overProc(), faults.NIC(1)) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := fakegpu.New()
+			a, b := pairOf(t, g, under(t, g))
+			holds(t, g, overtest.DeviceFails(t, g, a, b), 1)
+		})
+	}
 }
 
 // TestDeviceFailsToLand: a Conn whose writes do not get from the host to a GPU that works

@@ -80,7 +80,7 @@ func (f *Fabric) fail(c *Conn, reason error) {
 	f.conns.Unwatch(&f.Fabric, c)
 	// A child process may hold the socket too, so that closing it alone would
 	// not tell the peer.
-	if c.Closed {
+	if c.Closed && !c.Cut {
 		if !c.Unsent() && c.txErr == nil {
 			c.sayBye()
 		}

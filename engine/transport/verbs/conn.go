@@ -88,7 +88,7 @@ func (c *Conn) end(why error) {
 		return
 	}
 	c.Err = c.Because(why)
-	if c.Closed || errors.Is(why, io.EOF) {
+	if !c.Cut && (c.Closed || errors.Is(why, io.EOF)) {
 		why = nil
 	}
 	switch {

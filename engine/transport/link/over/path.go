@@ -298,13 +298,11 @@ func (c *Path[I]) end(err error) {
 	c.Wake()
 }
 
-// Fail ends a Conn for an error of ours. What is held is still given. The peer sees that it did not end in good
-// order: it is asked for a key that nobody has.
+// Fail ends a Conn for an error of ours. What is held is still given. The peer sees that it did not end in good order.
 func (c *Path[I]) Fail(err error) {
 	if c.Err == nil {
 		c.end(c.because(err))
-		c.Signal(transport.Op{Kind: transport.OpWrite, Key: transport.Key{ID: ^uint64(0)}})
-		c.Conn.Close()
+		link.CloseFor(c.Conn, c.Err)
 	}
 }
 
@@ -341,6 +339,15 @@ func (c *Path[I]) Close() {
 	defer c.base.Mu.Unlock()
 	c.stop()
 	c.Conn.Close()
+	c.base.rouse()
+}
+
+// CloseFor implements link.Blamer.
+func (c *Path[I]) CloseFor(why error) {
+	c.base.Lock()
+	defer c.base.Mu.Unlock()
+	c.stop()
+	link.CloseFor(c.Conn, why)
 	c.base.rouse()
 }
 
