@@ -75,10 +75,20 @@ func (q *Held) Pop(poll uint64) transport.Event {
 }
 
 // Drop drops all.
-func (q *Held) Drop(poll uint64) {
-	for q.n > 0 {
-		e := q.Pop(poll)
-		Drop(&e)
+func (q *Held) Drop() { q.DropFrom(0) }
+
+// DropFrom drops what waits for the write with a number, or for one after it, and all behind that.
+func (q *Held) DropFrom(number uint64) {
+	keep := 0
+	for keep < q.n && q.at(keep).number < number {
+		keep++
+	}
+	for q.n > keep {
+		q.n--
+		h := q.at(q.n)
+		q.bytes -= len(h.ev.Data)
+		Drop(&h.ev)
+		h.ev, h.data = transport.Event{}, Trim(h.data)
 	}
 }
 

@@ -51,6 +51,26 @@ func TestHeld(t *testing.T) {
 	require.Error(t, q.Push(&e, 0, now))
 }
 
+// TestHeldDrops: what waits for a write that does not come is dropped, with all behind it.
+func TestHeldDrops(t *testing.T) {
+	for from, left := range []int{0, 2, 3, 6, 6} {
+		var q Held
+		for range 5 { // the ring begins somewhere
+			require.NoError(t, q.Push(&transport.Event{}, 0, 1))
+			q.Pop(1)
+		}
+		for i, number := range []uint64{0, 0, 1, 2, 2, 2} {
+			require.NoError(t, q.Push(&transport.Event{Data: []byte{byte(i)}}, number, 2))
+		}
+		q.DropFrom(uint64(from))
+		require.Equal(t, left, q.Len())
+		require.Equal(t, left, q.bytes)
+		for i := range left {
+			require.Equal(t, []byte{byte(i)}, q.Pop(3).Data)
+		}
+	}
+}
+
 // TestLine: operations wait in order, with a copy of their frames, up to a limit; those that are over go when all before
 // them are.
 func TestLine(t *testing.T) {

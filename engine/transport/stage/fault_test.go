@@ -81,12 +81,20 @@ func TestDeviceRefusesToLand(t *testing.T) {
 	runtime.KeepAlive(src)
 }
 
-// TestDeviceRefusesAtTheEnd: a frame that has come before the end of its Conn is not given if its write does not get to the
-// GPU.
+// TestDeviceRefusesAtTheEnd: a frame that has come before the end of its Conn is given if its write gets to the GPU, and
+// else not.
 func TestDeviceRefusesAtTheEnd(t *testing.T) {
-	for name, fail := range map[string]func(g *fakegpu.GPU, b *side){
-		"to enqueue": func(g *fakegpu.GPU, _ *side) { g.Fail("Enqueue", 1) },
-		"at all":     func(_ *fakegpu.GPU, b *side) { b.F.in.fail(b.F, errors.New("injected failure")) },
+	for name, c := range map[string]struct {
+		fail   func(g *fakegpu.GPU, b *side)
+		landed int
+	}{
+		"to enqueue":            {func(g *fakegpu.GPU, _ *side) { g.Fail("Enqueue", 1) }, 0},
+		"to enqueue the second": {func(g *fakegpu.GPU, _ *side) { g.FailAt(3) }, 1}, // Pin and Enqueue come first
+		"at all":                {func(_ *fakegpu.GPU, b *side) { b.F.in.fail(b.F, errors.New("injected failure")) }, 0},
+		"at all after the first": {func(_ *fakegpu.GPU, b *side) {
+			b.F.in.word.Here.Store(1)
+			b.F.in.fail(b.F, errors.New("injected failure"))
+		}, 1},
 	} {
 		t.Run(name, func(t *testing.T) {
 			g := fakegpu.New()
@@ -94,18 +102,20 @@ func TestDeviceRefusesAtTheEnd(t *testing.T) {
 			src, dst := []byte{5, 5, 5}, onGPU(t, g, 4096, 1)
 			k := b.Key(t, dst)
 			_, end := g.Block(t, "Pin")
-			a.Post(t, []transport.Op{{Kind: transport.OpWrite, Key: k, Src: []mem.Span{mem.Of(src)}}})
-			until(t, a, b, func() bool { return ours(b).Held.Len() == 1 })
+			for range 2 {
+				a.Post(t, []transport.Op{{Kind: transport.OpWrite, Key: k, Src: []mem.Span{mem.Of(src)}}})
+			}
+			until(t, a, b, func() bool { return ours(b).Held.Len() == 2 })
 			a.C.Close()
 			until(t, a, b, func() bool { return ours(b).Err != nil })
 			require.NoError(t, b.Down)
-			fail(g, b)
+			c.fail(g, b)
 			end()
 			until(t, a, b, func() bool { return b.Down != nil })
 			require.ErrorContains(t, b.Down, "injected failure")
 			require.NotErrorIs(t, b.Down, io.EOF)
-			require.Empty(t, b.Writes)
-			b.Free(t, k) // waits for the copy, which was enqueued
+			require.Len(t, b.Writes, c.landed)
+			b.Free(t, k) // waits for the copies that were enqueued
 			runtime.KeepAlive(src)
 		})
 	}

@@ -59,9 +59,10 @@ func (l *landing) reached(number uint64) bool {
 
 // fail ends the Conns whose writes do not reach the GPU any more.
 func (l *landing) fail(f *Fabric, err error) {
+	landed := l.word.Here.Load()
 	for _, c := range f.Conns {
-		if c := c.(*Conn); !l.reached(c.landed) {
-			c.Spoil(err)
+		if c := c.(*Conn); c.landed > landed {
+			c.Spoil(err, landed+1)
 		}
 	}
 	l.broken, l.queue = err, nil
@@ -129,14 +130,15 @@ func (f *Fabric) land() {
 		l.queue = l.queue[:copy(l.queue, l.queue[1:])]
 		q.c.lifts--
 		l.begun++
+		number := l.begun
 		l.copies[0] = cuda.Copy{To: uint64(q.r.Addr) + q.off, From: q.r.seen + q.off, Len: q.n}
 		copies := l.copies[:]
 		if q.r.Idle() {
-			q.c.Spoil(q.r.notInUse(q.n))
+			q.c.Spoil(q.r.notInUse(q.n), number)
 			copies = nil // the number alone
 		}
-		if err := f.Calls.Enqueue(l.stream, transport.Point{}, copies, l.word, l.begun); err != nil {
-			q.c.Spoil(fmt.Errorf("copy %d bytes to %v: %w", q.n, f.Calls.Name(), err))
+		if err := f.Calls.Enqueue(l.stream, transport.Point{}, copies, l.word, number); err != nil {
+			q.c.Spoil(fmt.Errorf("copy %d bytes to %v: %w", q.n, f.Calls.Name(), err), number)
 		}
 	}
 }

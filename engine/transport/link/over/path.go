@@ -311,18 +311,18 @@ func (c *Path[I]) because(err error) error {
 	return fmt.Errorf("%s: %s: %w", c.base.name, c.Conn.Peer().Remote, err)
 }
 
-// Spoil is Fail where the bytes that what is held waits for do not come any more. So it drops what is held, and is the
-// reason that EvDown gives, also if the Conn has ended before.
-func (c *Path[I]) Spoil(err error) {
+// Spoil is Fail where the bytes of the write with a number do not come any more. So it drops what is held for that write, and
+// what is behind, and is the reason that EvDown gives, also if the Conn has ended before.
+func (c *Path[I]) Spoil(err error, number uint64) {
 	if c.Err != nil && !c.down {
 		c.Err = c.because(err)
 	}
 	c.Fail(err)
-	c.Drop()
+	c.Held.DropFrom(number)
 }
 
 // Drop drops what is held.
-func (c *Path[I]) Drop() { c.Held.Drop(c.base.polls) }
+func (c *Path[I]) Drop() { c.Held.Drop() }
 
 // stop ends a Conn for its own user, once.
 func (c *Path[I]) stop() {
