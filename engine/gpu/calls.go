@@ -42,7 +42,10 @@ func (c *Calls) Name() mem.Device {
 }
 
 // Busy says whether calls are under way, or copies whose end an event tells.
-func (c *Calls) Busy() bool { return c.Inside || c.Asides > 0 || len(c.marks) > 0 }
+func (c *Calls) Busy() bool { return c.Inside || c.Asides > 0 || c.Marked() }
+
+// Marked reports whether there are copies whose end an event tells.
+func (c *Calls) Marked() bool { return len(c.marks) > 0 }
 
 // Leave lets go of Mu for calls in place, and Back takes it again: defer c.Leave().Back(). Inside keeps all others who
 // call the Device in place away meanwhile. A Conn may have ended since.

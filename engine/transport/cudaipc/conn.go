@@ -129,7 +129,7 @@ func (c *Conn) Working() bool { return c.sender.working() }
 func (c *Conn) Stream() cuda.Stream { return c.sender.stream }
 
 // Break implements over.Conn.
-func (c *Conn) Break() {
+func (c *Conn) Break(bool) {
 	c.sender.broken = true
 	c.sender.seg.begun.Store(c.sender.seg.done.Load()) // for the peer: none is under way
 }

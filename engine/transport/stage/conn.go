@@ -82,8 +82,16 @@ func (c *Conn) Working() bool { return c.sender.working() }
 // Stream implements over.Conn.
 func (c *Conn) Stream() cuda.Stream { return c.sender.stream }
 
-// Break implements over.Conn.
-func (c *Conn) Break() { c.sender.broken = true }
+// Break implements over.Conn. Of an idle stream nothing is stored any more, so its pool can be another Conn's, unless the
+// CPU has still to look at an event.
+func (c *Conn) Break(idle bool) {
+	switch l := &c.sender; {
+	case !idle:
+		l.broken = true
+	case !c.f.Calls.Marked():
+		l.word.Here.Store(l.staged)
+	}
+}
 
 // Free implements over.Conn.
 func (c *Conn) Free() { c.sender.close(c.f) }

@@ -60,6 +60,38 @@ func staged(g *fakegpu.GPU, c *Conn) <-chan struct{} {
 	return over
 }
 
+// TestPoolAfterFailure: the buffers of a Conn whose copies could not be enqueued go to the next one.
+func TestPoolAfterFailure(t *testing.T) {
+	for name, events := range map[string]bool{"words": false, "events": true} {
+		t.Run(name, func(t *testing.T) {
+			g := fakegpu.New()
+			t.Cleanup(func() { g.Empty(t) })
+			open := wraps(overTCP, Options{Device: g, Events: events})
+			a, b := overtest.Open(t, "a", open), overtest.Open(t, "b", open)
+			src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
+			k := b.Key(t, dst)
+			for range 5 {
+				connect(t, a, b)
+				a.Done, a.Down, b.Down = nil, nil, nil
+				g.Fail("Enqueue", 1)
+				a.Post(t, write(k, src, transport.Point{}))
+				until(t, a, b, func() bool { a.Look(); return a.Down != nil && b.Down != nil && len(a.Done) == 1 })
+				require.ErrorContains(t, a.Done[0], "injected failure")
+				a.C.Close()
+				b.C.Close()
+				until(t, a, b, func() bool { return len(a.F.Conns)+len(b.F.Conns) == 0 })
+				require.Empty(t, a.F.broken)
+				require.Len(t, a.F.pools, 1)
+			}
+			connect(t, a, b)
+			a.Done, b.Writes = nil, nil
+			a.Post(t, write(k, src, transport.Point{}))
+			until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
+			holds(t, g, dst, 5)
+		})
+	}
+}
+
 // refusing is a Conn that takes no write.
 type refusing struct{ transport.Conn }
 

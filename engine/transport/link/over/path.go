@@ -37,10 +37,11 @@ type Conn interface {
 
 	// Stopped is called once, when nothing can be posted any more.
 	Stopped()
-	// Working reports whether copies of ours are under way, on Stream; Break is called when the device does not make them.
+	// Working reports whether copies of ours are under way, on Stream. Break is called when the device does not make them:
+	// nothing is left on Stream (idle), or it fails. If Conn is Working all the same, Break is called again.
 	Working() bool
 	Stream() cuda.Stream
-	Break()
+	Break(idle bool)
 	// Lingers reports whether copies of the peer's are under way, or may be.
 	Lingers() bool
 	// Free gives back what the Conn holds. Its copies are over.
@@ -372,7 +373,7 @@ func (c *Path[I]) through() bool {
 // idled takes what the device says to the stream of a Conn that is working.
 func (c *Path[I]) idled(idle bool, err error) {
 	if err != nil || idle && c.Err != nil && c.own.Working() { // what is left was not enqueued
-		c.own.Break()
+		c.own.Break(idle)
 		c.Fail(err)
 		c.Wake()
 	}
