@@ -20,13 +20,21 @@ const (
 // pieceOf is the size of the pieces, but the last, of a write of n bytes.
 func pieceOf(n uint64) uint64 { return min(max(n/buffers&^4095, pieceLeast), pieceMost) }
 
+// A pool is the buffers of a sender, and behind them a page for its word. Where inner reads sources by their registrations it
+// knows them, by key, unless no more memory could be locked: then it copies them.
+type pool struct {
+	gpu.Pinned
+	key   transport.Key
+	known bool
+}
+
 // sender is the stream of a Conn on which its copies are made, and the buffers of staging. It is made when it is first used.
 type sender struct {
 	stream  cuda.Stream
-	pool    gpu.Pinned // the buffers, and behind them a page for word
-	word    gpu.Word   // where the stream says how far it is
-	staged  uint64     // number of the newest copy to a buffer
-	buffers uint8      // those that are free
+	pool    pool
+	word    gpu.Word // where the stream says how far it is
+	staged  uint64   // number of the newest copy to a buffer
+	buffers uint8    // those that are free
 	copies  []cuda.Copy
 	spans   [buffers]mem.Span // what of each buffer inner has
 	broken  bool              // the device does nothing any more
@@ -50,9 +58,12 @@ func (c *Conn) provide() {
 
 func (l *sender) open(f *Fabric) (err error) {
 	if l.pool.Len == 0 {
-		if l.pool, err = f.newPool(); err != nil {
+		if l.pool.Pinned, err = f.Calls.Map(buffers*pieceMost + 4096); err != nil {
 			return err
 		}
+	}
+	if !l.pool.known && f.Fabric.Caps().LocalKeys {
+		l.pool.show(f)
 	}
 	l.word = l.pool.Word(buffers * pieceMost)
 	l.word.Here.Store(0) // a Conn before this one may have had the pool
@@ -61,14 +72,29 @@ func (l *sender) open(f *Fabric) (err error) {
 	return err
 }
 
-// newPool makes the buffers of a sender, and registers them where inner reads sources by their registrations: others it
-// copies. That may fail for want of locked memory, and is no error.
-func (f *Fabric) newPool() (gpu.Pinned, error) {
-	p, err := f.Calls.Map(buffers*pieceMost + 4096)
-	if err == nil && f.Fabric.Caps().LocalKeys {
-		_, _ = f.Fabric.Register(mem.Region{Addr: p.Addr, Len: buffers * pieceMost})
+// show registers p with inner. That may fail for want of locked memory, and is no error.
+func (p *pool) show(f *Fabric) {
+	k, err := f.Fabric.Register(mem.Region{Addr: p.Addr, Len: buffers * pieceMost})
+	p.key, p.known = k, err == nil
+}
+
+// spare gives up the registrations of pools that no Conn has, because no more memory can be locked. It reports whether there
+// were any.
+func (f *Fabric) spare() bool {
+	var keys []transport.Key
+	f.Lock()
+	for i := range f.pools {
+		if p := &f.pools[i]; p.known && !f.Closed {
+			f.Spare(p.key.ID)
+			keys = append(keys, p.key)
+			p.known = false
+		}
 	}
-	return p, err
+	f.Mu.Unlock()
+	for _, k := range keys {
+		f.Fabric.Deregister(k)
+	}
+	return len(keys) > 0
 }
 
 // close leaves the pool to another Conn. If the device is broken, it may still be written to.

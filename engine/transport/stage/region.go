@@ -2,8 +2,10 @@ package stage
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"math/bits"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -70,7 +72,7 @@ func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
 	own := f.Calls.Name()
 	switch _, carry := bits.Add64(uint64(m.Addr), m.Len, 0); {
 	case m.Dev == mem.CPU:
-		return f.Fabric.Register(m)
+		return f.register(m)
 	case m.Dev != own:
 		return transport.Key{}, fmt.Errorf("stage: register %d bytes on %v: this node uses %v (STEPMESH_GPU)", m.Len, m.Dev, own)
 	case carry != 0:
@@ -84,7 +86,7 @@ func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
 	if r.shadow, err = reserve(m.Len); err != nil {
 		return transport.Key{}, err
 	}
-	if r.key, err = f.Fabric.Register(mem.Region{Addr: r.shadow.Addr, Len: m.Len}); err == nil {
+	if r.key, err = f.register(mem.Region{Addr: r.shadow.Addr, Len: m.Len}); err == nil {
 		if err = f.admit(r); err != nil {
 			f.Fabric.Deregister(r.key)
 		}
@@ -94,6 +96,21 @@ func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
 		return transport.Key{}, err
 	}
 	return shadowKey(r.key), nil
+}
+
+// spareLimit bounds how long register waits until what it has given up is not locked any more.
+const spareLimit = 64 * time.Millisecond
+
+// register registers host memory with inner. If no more memory can be locked, it gives up what it can spare, and tries again.
+func (f *Fabric) register(m mem.Region) (transport.Key, error) {
+	k, err := f.Fabric.Register(m)
+	if errors.Is(err, unix.ENOMEM) && f.spare() {
+		for wait := time.Millisecond; errors.Is(err, unix.ENOMEM) && wait <= spareLimit; wait *= 2 {
+			time.Sleep(wait)
+			k, err = f.Fabric.Register(m)
+		}
+	}
+	return k, err
 }
 
 // admit notes a region.

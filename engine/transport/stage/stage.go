@@ -53,8 +53,8 @@ type Fabric struct {
 	regions map[uint64]*region // GPU memory, by the IDs of its keys
 	in      landing
 	direct  direct
-	// The buffers of senders that have ended. Inner knows them for as long as it is open.
-	pools, broken []gpu.Pinned
+	// The buffers of senders that have ended. Inner knows them until it is closed, or needs the memory that is locked for them.
+	pools, broken []pool
 }
 
 // Wrap puts a Fabric over inner, which the Fabric's Close closes. With an error, inner is

@@ -43,8 +43,8 @@ type Memory interface {
 }
 
 type ending struct {
-	Memory
-	freed bool // inner has let go of it
+	Memory      // nil: nobody waits for the end
+	freed  bool // inner has let go of it
 }
 
 // A Base is the part of a Fabric around another one, inner, that does not depend on how it copies.
@@ -157,12 +157,19 @@ func (b *Base) End(id uint64, m Memory) {
 	b.rouse()
 }
 
+// Spare has inner's EvFreed of a key of ours given to nobody.
+func (b *Base) Spare(id uint64) { b.ending[id] = &ending{} }
+
 // Ending is how many keys are gone whose EvFreed has not come.
 func (b *Base) Ending() int { return len(b.ending) }
 
 // settle ends a key if its memory is quiet. Here, and nowhere else, the end of a key is complete.
 func (b *Base) settle(id uint64, e *ending) {
-	if e.Quiet() && (e.freed || b.Closed) {
+	switch {
+	case !e.freed && !b.Closed:
+	case e.Memory == nil:
+		delete(b.ending, id)
+	case e.Quiet():
 		delete(b.ending, id)
 		e.Discard()
 		b.told = append(b.told, transport.Event{Kind: transport.EvFreed, User: id})
