@@ -98,7 +98,7 @@ func (a *Asking) Send() (bool, error) {
 	}
 	t.Through(a.on)
 	if err := a.fill(t); err != nil {
-		a.w.Abandon(t)
+		a.w.discard(t)
 		return false, err
 	}
 	a.id = t.id
@@ -260,7 +260,7 @@ func (a *Answering) Send() (bool, error) {
 		}
 		for j := range a.out[a.answered] {
 			if err := t.AddPush(a.out[a.answered][j]); err != nil {
-				a.s.Abandon(t)
+				a.s.discard(t)
 				return false, err
 			}
 		}
@@ -268,7 +268,8 @@ func (a *Answering) Send() (bool, error) {
 		a.ids[a.answered] = t.id
 		if !a.s.keys.findSources(t) { // a path that was not there at opening
 			a.later(handler, t)
-		} else if err := a.s.Respond(handler, t); err != nil {
+		} else if err := a.s.respond(handler, t); err != nil {
+			a.s.discard(t)
 			return false, err
 		}
 	}

@@ -254,6 +254,7 @@ func (p *pair) aside() (run func()) {
 	s, err := NewServer(1, p.buffers, new(trace.Counters), Host{
 		Breach: func(_ int, err error) { p.broken = err },
 		Aside:  func(f func()) { jobs = append(jobs, f) },
+		Owned:  func(f func()) { f() },
 	})
 	require.NoError(p.t, err)
 	p.servers[0] = s

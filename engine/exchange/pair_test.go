@@ -138,7 +138,7 @@ type pair struct {
 }
 
 // inline is a Host for tests that lose the peer themselves: what helpers do is done at once.
-var inline = Host{Broken: func(int, error) {}, Aside: func(f func()) { f() }}
+var inline = Host{Broken: func(int, error) {}, Aside: func(f func()) { f() }, Owned: func(f func()) { f() }}
 
 // meet gives the worker its path to server i. What tests look at comes after the Regroup.
 func (p *pair) meet(i int, f transport.Fabric) {

@@ -77,6 +77,51 @@ func TestInUse(t *testing.T) {
 	require.Zero(t, uses())
 }
 
+// TestInUseOfAFailedCall: what a call names that fails is out of use when the call returns, and it is the owner who makes it so.
+func TestInUseOfAFailedCall(t *testing.T) {
+	p := sources(t, 2)
+	out, answer := []Tensor{bytesOf(t, 0, 8, 0), bytesOf(t, 0, 8, 0)}, bytesOf(t, 0, 8, 7)
+	id, err := p.pushPull([]Tensor{bytesOf(t, 1, 8, 5)}, out)
+	require.NoError(t, err)
+	require.NoError(t, p.settle())
+	asked := []*Request{p.take(0)[0], p.take(1)[0]}
+	for i, r := range asked {
+		require.NoError(t, p.respond(i, r, answer))
+	}
+	require.NoError(t, p.settle())
+	require.Equal(t, StateDone, p.state(id))
+
+	uses := func(f *fakeFabric) (n int32) {
+		for _, r := range f.keys {
+			if r.InUse != nil { // else it is a receive buffer
+				n += r.InUse.Load()
+			}
+		}
+		return n
+	}
+	calls := 0
+	owned := func(f *fakeFabric, before int32) func(func()) {
+		return func(do func()) {
+			calls++
+			require.Equal(t, before, uses(f))
+			do()
+			require.Zero(t, uses(f))
+		}
+	}
+	none := 0
+	p.wf.room, p.w.Owned = &none, owned(p.wf, 2)
+	_, err = p.pushPull([]Tensor{bytesOf(t, 2, 8, 5)}, out) // which cannot be registered
+	require.ErrorContains(t, err, "no room")
+	require.Equal(t, 1, calls)
+	p.wf.room, p.w.Owned = nil, owned(p.wf, 3)
+	_, err = p.w.Carry("channel", []Tensor{bytesOf(t, 3, 8, 5)}, out, nil)
+	require.NoError(t, err)
+	require.Equal(t, 2, calls)
+	p.servers[0].Owned = owned(p.sf[0], 1)
+	require.Error(t, p.respond(0, asked[0], answer), "it is answered")
+	require.Equal(t, 3, calls)
+}
+
 // TestKeyThatCannotBeRenewed fails the push_pull that has waited for the successor, and no other.
 func TestKeyThatCannotBeRenewed(t *testing.T) {
 	p := newPair(t, 2)

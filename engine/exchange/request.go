@@ -302,3 +302,15 @@ func (r *Request) fill(c *client, p *clientPlan, q *wire.Request) error {
 	}
 	return nil
 }
+
+// behind makes the point of an answer. A handler that is not known is refused later.
+func (s *Server) behind(handler uint64, t *Ticket) error {
+	if !t.behind {
+		return nil
+	}
+	i, _, ok := s.requests.asker(handler)
+	if !ok {
+		return nil
+	}
+	return s.point(t, i, i+1)
+}

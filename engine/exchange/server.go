@@ -154,41 +154,34 @@ func (s *Server) ReceiveIn(m Memory) { s.memory = m }
 // are new. It may block. With an error t is gone, and the request, unless its worker is lost, can
 // still be answered. Safe from any goroutine.
 func (s *Server) Respond(handler uint64, t *Ticket) error {
-	if err := s.source(t); err != nil {
+	err := s.respond(handler, t)
+	if err != nil {
 		s.Abandon(t)
+	}
+	return err
+}
+
+// respond is Respond. With an error t is still the caller's.
+func (s *Server) respond(handler uint64, t *Ticket) error {
+	if err := s.source(t); err != nil {
 		return err
 	}
 	if err := s.behind(handler, t); err != nil {
-		s.Abandon(t)
 		return err
 	}
 	r, lost, err := s.requests.claim(handler, t)
 	if err != nil {
-		s.Abandon(t)
 		return err
 	}
 	if lost {
 		err := r.lost
 		s.put(r)
-		s.Abandon(t)
 		return err
 	}
 	r.stamps[trace.Respond-trace.Received] = t.rec.stamps[trace.Start]
 	t.request, t.on = r, r.channel
 	s.inbox.put(submission{ticket: t})
 	return nil
-}
-
-// behind makes the point of an answer. A handler that is not known is refused later.
-func (s *Server) behind(handler uint64, t *Ticket) error {
-	if !t.behind {
-		return nil
-	}
-	i, _, ok := s.requests.asker(handler)
-	if !ok {
-		return nil
-	}
-	return s.point(t, i, i+1)
 }
 
 // Workers is how many there are.

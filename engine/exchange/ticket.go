@@ -99,6 +99,9 @@ type Host struct {
 	// Aside calls f, which may block, without the token, and has Drain called after it. It does
 	// not wait for it.
 	Aside func(f func())
+	// Owned calls f under the token, for a goroutine that does not hold it, and waits for that. If there is no owner any
+	// more, it calls f all the same.
+	Owned func(f func())
 	// Patient has what waits for a peer that is lost wait for its successor.
 	Patient bool
 	// Point makes a point of what is queued on a stream of the device so far, in the forms that are
@@ -230,8 +233,17 @@ func (tb *Table) fail(t *Ticket, err error) {
 	tb.news = true
 }
 
-// Abandon gives back a ticket that was not submitted.
+// Abandon gives back a ticket that was not submitted. It is not for the owner: what the ticket names may not be in use any
+// more then, which a Poll must not find half-way through a write there. Behind it, the memory is the caller's.
 func (tb *Table) Abandon(t *Ticket) {
+	if slices.ContainsFunc(t.regs, func(r *registration) bool { return r != nil }) {
+		tb.Owned(func() { tb.keys.letGo(t.regs) })
+	}
+	tb.release(t)
+}
+
+// discard is Abandon for the owner.
+func (tb *Table) discard(t *Ticket) {
 	tb.keys.letGo(t.regs)
 	tb.release(t)
 }

@@ -210,9 +210,16 @@ func newNode(cfg *conf.Config, log *zap.Logger, gpu *card) *Node {
 	return n
 }
 
+// owned calls f under the token, or when nobody can hold it any more.
+func (n *Node) owned(f func()) {
+	if !n.driver.Under(f) {
+		f()
+	}
+}
+
 // takeRole makes what a worker, a server or a scheduler has.
 func (n *Node) takeRole(b *exchange.Buffers) (err error) {
-	host := exchange.Host{Broken: n.broken, Breach: n.breached, Aside: n.driver.Aside, Takes: n.takes, Patient: n.patient()}
+	host := exchange.Host{Broken: n.broken, Breach: n.breached, Aside: n.driver.Aside, Owned: n.owned, Takes: n.takes, Patient: n.patient()}
 	if n.gpu != nil {
 		host.Point, host.Word, host.Passed = n.gpu.point, n.gpu.word, n.gpu.passed
 	}
