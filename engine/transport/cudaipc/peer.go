@@ -24,7 +24,8 @@ const answerLimit = 200 * time.Millisecond
 // move: under the token, where nobody delivers what a stream may be waiting for. A mapped write takes an entry for each
 // copy and one for its number. So the writes of all Conns that have begun and not ended take up to queuedMost entries, as
 // if all streams shared one queue, which they may. A Conn whose own take fewer than ownMost may begin one all the same:
-// the streams of the others may wait for what it writes.
+// the streams of the others may wait for what it writes. The bound is of one Fabric, and the queues are of the process and the
+// GPU: the Fabrics of several nodes of a process add up.
 const (
 	queuedMost = 256
 	ownMost    = 16

@@ -235,7 +235,7 @@ func (c *Conn) end(err error) {
 func (c *Conn) fail(err error) {
 	if c.over == nil {
 		c.end(err)
-		link.CloseFor(c.Conn, err)
+		c.Conn.Close()
 	}
 }
 

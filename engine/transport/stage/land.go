@@ -11,7 +11,8 @@ import (
 
 // landMost is how many copies from shadows the driver has at most. Its queues take 1,020 entries of streams that wait (on an
 // H200), of which a copy with its number takes two; with one more, the next call blocks. The landing's stream waits for
-// nothing, but it may share a queue with one that does.
+// nothing, but it may share a queue with one that does. The bound is of one Fabric, and the queues are of the process and the GPU:
+// Fabrics of several devices or nodes add up.
 const landMost = 128
 
 // landing brings what has arrived in shadows to the GPU, on a stream of its own, in the order
