@@ -154,8 +154,8 @@ type Fabric interface {
 	// Register makes r writable for peers that are given the Key. The memory
 	// stays the caller's and must stay mapped until EvFreed or Close. If r.InUse is set, it need be mapped only while
 	// that is not 0. While it is 0, this process touches none of the memory, and a write of a peer ends its Conn, as with a
-	// wrong token. Only whoever may call Poll makes it 0. Copies to memory of a GPU that a stream was given before still
-	// land: the GPU has to be done with the memory before it is freed, as the driver's own calls see to. Where a peer, its GPU or a NIC writes by itself, nothing can be
+	// wrong token. Only whoever may call Poll makes it 0. Copies to memory of a GPU that were
+	// enqueued before that still land. Where a peer, its GPU or a NIC writes by itself, nothing can be
 	// refused, as with Bind: the memory is pinned or mapped for it, or the write fails there.
 	// A region may be registered more than once; each Key counts for itself. The error is a *DeviceError where the
 	// device has failed. It wraps unix.ENOMEM if no more memory can be locked for the device.
