@@ -119,6 +119,7 @@ func (c *wireConn) Lends(s mem.Span) bool { return c.lend && mem.SharedAt(s) != 
 
 func (c *wireConn) Unsent() bool         { return false }
 func (c *wireConn) Close()               {}
+func (c *wireConn) CloseFor(error)       {}
 func (c *wireConn) Peer() transport.Peer { return transport.Peer{Remote: "fake"} }
 
 // pair is one worker and its servers without transports. Nothing moves unless

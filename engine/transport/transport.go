@@ -226,6 +226,9 @@ type Conn interface {
 	// ended. Open Ops end in ErrClosed, and no frame and no loan is given any more. It is
 	// idempotent. What has been posted before may or may not reach the peer.
 	Close()
+	// CloseFor is Close because of an error: the peer's EvDown has no io.EOF. For Fabrics around others, which end
+	// Conns that their users have not closed.
+	CloseFor(why error)
 	// Peer says who the peer is and how bytes travel to it. It is for any goroutine, also when
 	// the Conn has ended. Via and Why may change while the Conn is used.
 	Peer() Peer

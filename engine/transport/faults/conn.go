@@ -284,9 +284,9 @@ func (c *Conn) Close() {
 	c.leave()
 }
 
-// CloseFor implements link.Blamer.
+// CloseFor implements transport.Conn.
 func (c *Conn) CloseFor(why error) {
 	c.f.mu.Lock()
 	defer c.f.mu.Unlock()
-	c.leaveBy(func() { link.CloseFor(c.Conn, why) })
+	c.leaveBy(func() { c.Conn.CloseFor(why) })
 }

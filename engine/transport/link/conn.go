@@ -69,7 +69,7 @@ func (c *Conn) leave() {
 	}
 }
 
-// CloseFor implements Blamer.
+// CloseFor implements transport.Conn.
 func (c *Conn) CloseFor(why error) {
 	c.f.Owned(func() {
 		if !c.Closed {

@@ -60,21 +60,6 @@ func (o *Over) Wake(after time.Duration) {
 	}
 }
 
-// A Blamer is a Conn that can be closed for an error: the peer's EvDown has no io.EOF. It is Close in all else. Only Fabrics
-// around others need it, which end Conns that their users have not closed.
-type Blamer interface {
-	CloseFor(why error)
-}
-
-// CloseFor closes c for an error. All Conns but those of tests are Blamers.
-func CloseFor(c transport.Conn, why error) {
-	if b, ok := c.(Blamer); ok {
-		b.CloseFor(why)
-	} else {
-		c.Close()
-	}
-}
-
 // The top bits of Op.User belong to Fabrics around others. One that hands on its user's operations with their own User
 // marks those of its own with its bit, and refuses a User that has it.
 const (

@@ -251,7 +251,7 @@ func (c *Conn) leave() {
 // Close implements transport.Conn.
 func (c *Conn) Close() { c.f.locked(c.leave) }
 
-// CloseFor implements link.Blamer.
+// CloseFor implements transport.Conn.
 func (c *Conn) CloseFor(why error) {
 	c.f.locked(func() {
 		if !c.closed {

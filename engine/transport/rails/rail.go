@@ -171,7 +171,7 @@ func (r *rail) close() {
 	untold := len(r.queue) > 0
 	r.queue, r.tail = nil, nil
 	if untold && r.c != nil && r.c.broken { // the peer has not been told on this member
-		link.CloseFor(r.conn, r.c.err)
+		r.conn.CloseFor(r.c.err)
 	} else {
 		r.conn.Close()
 	}

@@ -303,7 +303,7 @@ func (c *Path[I]) end(err error) {
 func (c *Path[I]) Fail(err error) {
 	if c.Err == nil {
 		c.end(c.because(err))
-		link.CloseFor(c.Conn, c.Err)
+		c.Conn.CloseFor(c.Err)
 	}
 }
 
@@ -343,12 +343,12 @@ func (c *Path[I]) Close() {
 	c.base.rouse()
 }
 
-// CloseFor implements link.Blamer.
+// CloseFor implements transport.Conn.
 func (c *Path[I]) CloseFor(why error) {
 	c.base.Lock()
 	defer c.base.Mu.Unlock()
 	c.stop()
-	link.CloseFor(c.Conn, why)
+	c.Conn.CloseFor(why)
 	c.base.rouse()
 }
 
