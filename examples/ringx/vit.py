@@ -7,7 +7,7 @@
     torchrun --nproc-per-node 4 examples/ringx/vit.py --config 360x720   # GPUs
     python examples/ringx/vit.py --config 360x720 --ranks 8              # the estimate only
 
-The photographs come with scikit-learn: pip install scikit-learn.
+The photographs come with scikit-learn: pip install scikit-learn pillow.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(ROOT / "examples" / "afd"))
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers", reason="needs fserver[demo]")
+transformers = pytest.importorskip("transformers", reason="needs transformers")
 afd, protocol, server_script, worker_script = map(
     importlib.import_module, ("model", "protocol", "server", "worker")
 )
@@ -437,7 +437,7 @@ def test_an_interrupt_that_would_be_taken_for_a_failed_import(tmp_path, number):
         (
             "transformers",
             ["--model=."],
-            'the package transformers is missing (run pip install "fserver',
+            "the package transformers is missing (run pip install transformers gguf tqdm",
         ),
         (None, ["--model=/no/such"], "--model /no/such: no such file or folder"),
     ],
