@@ -193,7 +193,7 @@ def extension(package: Path) -> None:
 
 def _adapter(version: str, torch: Path) -> Path:
     how, work = needs.adapters(), BUILD / f"{WORK.name}-torch-{version}"
-    flags = ["-Wall", "-Wextra", *how.compile_flags(HEADER), *_words("CXXFLAGS")]
+    flags = ["-Wall", "-Wextra", *how.compile_flags(HEADER)]
     flags += how.includes(torch, needs.python_headers())
     made = _compile(how.SOURCE, work / "adapter.o", flags)
     return _link(work / how.file_name(version), [made], how.link_flags(torch))

@@ -8,6 +8,8 @@ Python. This needs a C++ compiler, the headers of that Python, and torch with it
 from __future__ import annotations
 
 import hashlib
+import os
+import shlex
 import sysconfig
 from pathlib import Path
 
@@ -16,7 +18,7 @@ SOURCE = HERE / "adapter.cc"
 MIN_TORCH = (2, 11)
 LEAST = ".".join(map(str, MIN_TORCH))
 
-_COMPILE = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-D_GLIBCXX_USE_CXX11_ABI=1"]
+_COMPILE = ["-O2", "-fPIC", "-fvisibility=hidden", "-D_GLIBCXX_USE_CXX11_ABI=1"]
 _LINK = ["-shared", "-Wl,--as-needed", "-Wl,--strip-debug", "-Wl,-z,text"]
 _LIBRARIES = ["-ltorch_python", "-ltorch_cpu", "-lc10"]
 
@@ -55,8 +57,10 @@ def literal(header: Path) -> str:
 
 
 def compile_flags(header: Path) -> list[str]:
-    """Returns the compiler's flags, except those of `includes` and the names of files."""
-    return [*_COMPILE, f"-DFS_ADAPTER={literal(header)}", f"-I{HERE}", f"-I{header.parent}"]
+    """Returns the compiler's flags with CXXFLAGS, except those of `includes` and the names of
+    files. CXXFLAGS, as conda sets it, may name another standard, so ours comes last."""
+    flags = [*_COMPILE, f"-DFS_ADAPTER={literal(header)}", f"-I{HERE}", f"-I{header.parent}"]
+    return [*flags, *shlex.split(os.environ.get("CXXFLAGS", "")), "-std=c++20"]
 
 
 def includes(torch: Path, python: Path) -> list[str]:

@@ -98,8 +98,7 @@ def _command(torch: Path) -> list[str]:
             raise CompileError(
                 f"an adapter cannot be compiled, because {header} is missing ({remedy})"
             )
-    extra = shlex.split(os.environ.get("CXXFLAGS", ""))
-    return [*cxx, *build.compile_flags(HEADER), *extra, *build.includes(torch, python)]
+    return [*cxx, *build.compile_flags(HEADER), *build.includes(torch, python)]
 
 
 def _compile(made: Path, version: str, torch: Path, command: list[str]) -> None:

@@ -49,7 +49,7 @@ PROJECT = {
             return <-c
         }
         """,
-    "fserver/_torch/adapter.cc": '#include "adapter.h"\n',
+    "fserver/_torch/adapter.cc": '#include "adapter.h"\nstatic_assert(__cplusplus > 201703L);\n',
     "fserver/_torch/adapter.h": '#include "fserver.h"\n',
     "fserver/_torch/exports.map": "{ local: *; };\n",
     "cshim/cuda/cs_channel.h": "",
@@ -68,6 +68,7 @@ PROJECT = {
     "csrc/module.cc": """
         #include <Python.h>
         #include "answer.h"
+        static_assert(__cplusplus > 201703L);
         static PyMethodDef methods[] = {{"answer", call, METH_NOARGS, ""}, {}};
         static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", "", -1, methods};
         PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&module); }
