@@ -38,8 +38,8 @@ WORK = BUILD / sysconfig.get_config_var("SOABI")  # for this Python
 HEADER = ROOT / "engine/cabi/fserver.h"
 
 # Two Go runtimes live in one process as long as neither sees the other's symbols, and a Go runtime
-# cannot be unloaded. Some compilers default to immediate binding, and so do the LDFLAGS of conda
-# and others, so these come behind them; see fserver/_loader.py.
+# cannot be unloaded. Some compilers and LDFLAGS ask for immediate binding, so LINK comes after
+# them; see fserver/_loader.py.
 EXPORTS = "{ global: PyInit_*; local: *; };\n"
 LINK = ["-shared", "-Wl,-z,nodelete", "-Wl,-z,lazy", "-Wl,-z,text", "-Wl,--as-needed"]
 LINK += ["-Wl,--strip-debug", "-lresolv", "-lpthread"]
@@ -175,16 +175,15 @@ def extension(package: Path) -> None:
         for source in sorted((ROOT / "csrc").glob("*.cc")):
             jobs.append(partial(_compile, source, WORK / f"{source.stem}.o", flags))
         jobs.append(archive)
-        with ThreadPoolExecutor(
-            int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
-        ) as pool:
+        workers = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
+        with ThreadPoolExecutor(workers) as pool:
             results = list(pool.map(lambda job: job(), jobs))  # which cancels the rest at an error
 
         exports = WORK / "exports.map"
         _put(exports, EXPORTS.encode())
-        flags = ["-Wl,--exclude-libs,ALL", f"-Wl,--version-script={exports}"]
+        flags = [*_words("LDFLAGS"), "-Wl,--exclude-libs,ALL", f"-Wl,--version-script={exports}"]
         made = WORK / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-        _link(made, results[len(torches) :], [*flags, *_words("LDFLAGS"), *LINK])
+        _link(made, results[len(torches) :], [*flags, *LINK])
         _put(package / made.name, made.read_bytes())
         for adapter in results[: len(torches)]:
             _put(package / "_torch" / adapter.name, adapter.read_bytes())
@@ -193,9 +192,8 @@ def extension(package: Path) -> None:
 
 def _adapter(version: str, torch: Path) -> Path:
     how, work = needs.adapters(), BUILD / f"{WORK.name}-torch-{version}"
-    flags = ["-Wall", "-Wextra", *how.compile_flags(HEADER)]
-    flags += how.includes(torch, needs.python_headers())
-    made = _compile(how.SOURCE, work / "adapter.o", flags)
+    flags = [*how.compile_flags(HEADER), *how.includes(torch, needs.python_headers())]
+    made = _compile(how.SOURCE, work / "adapter.o", ["-Wall", "-Wextra", *flags])
     return _link(work / how.file_name(version), [made], how.link_flags(torch))
 
 
@@ -206,10 +204,8 @@ def sdk(package: Path) -> None:
     """Builds into a package folder what programs in C and C++ need: include/ and lib/, with the
     archive, the shared library, and files for CMake and pkg-config."""
     with _lock():
-        for part in ("include", "lib"):  # nothing of an older build stays
-            shutil.rmtree(package / part, ignore_errors=True)
-        shutil.copytree(ROOT / "include", package / "include")
-        shutil.copy2(HEADER, package / "include")
+        files = {p.relative_to(ROOT): p.read_bytes() for p in ROOT.glob("include/**/*.h*")}
+        files[Path("include", HEADER.name)] = HEADER.read_bytes()
         header = HEADER.read_text()
         abi = re.findall(r"^#define FS_ABI (\d+)$", header, re.MULTILINE)[0]
         init = (ROOT / "fserver/__init__.py").read_text()
@@ -217,9 +213,14 @@ def sdk(package: Path) -> None:
         for source in (ROOT / "tools/sdk").iterdir():
             folder = "cmake/fserver" if source.suffix == ".cmake" else "pkgconfig"
             text = source.read_text().replace("@ABI@", abi).replace("@VERSION@", version)
-            _put(package / "lib" / folder / source.name, text.encode())
+            files[Path("lib", folder, source.name)] = text.encode()
         for made in _libraries(header, abi, needs.prebuilt() or BUILD / "libfserver.a"):
-            shutil.copy2(made, package / "lib")
+            files[Path("lib", made.name)] = made.read_bytes()
+        for name, data in files.items():
+            _put(package / name, data)
+        for path in [*package.glob("include/**/*"), *package.glob("lib/**/*")]:
+            if path.is_file() and path.relative_to(package) not in files:
+                path.unlink()  # of an older build
 
 
 def _libraries(header: str, abi: str, archive: Path) -> list[Path]:
@@ -241,23 +242,20 @@ def _libraries(header: str, abi: str, archive: Path) -> list[Path]:
     flags = ["-O2", "-fPIC", f'-DFORWARDED="{forwarded}"']
     forward = _compile(ROOT / "cshim/nvml/forward.cc", BUILD / "forward.o", flags)
     empty = _compile(stub, BUILD / "stub.o", flags)
-    flags = [f"-Wl,--version-script={exports}", f"-Wl,-soname,{name}", "-Wl,-z,defs"]
-    flags += [*_words("LDFLAGS"), *LINK, "-ldl"]
-    linked = _link(BUILD / "libfserver.so", [empty], flags)
+    flags = [*_words("LDFLAGS"), f"-Wl,--version-script={exports}", f"-Wl,-soname,{name}"]
+    flags += ["-Wl,-z,defs", *LINK, "-ldl"]
     # The linker is told to take the functions of the archive: nothing names them.
     named = [f"-Wl,-u,{function}" for function in functions]
     library = _link(BUILD / name, [forward, archive], [*named, *flags])
     whole = BUILD / "sdk/libfserver.a"
-    both = 'cp "$0" "$1" && ar r "$1" "$2"'
-    command = ["sh", "-c", both, archive, whole, forward]
-    _make("ar libfserver.a", whole, [archive, forward], command)
-    return [whole, library, linked]
+    both = ["sh", "-c", 'cp "$1" "$2" && ar r "$2" "$3"', "sh", archive, whole, forward]
+    _make("ar libfserver.a", whole, [archive, forward], both)
+    return [whole, library, _link(BUILD / "libfserver.so", [empty], flags)]
 
 
 def main() -> None:
-    what = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    plain = argparse.RawDescriptionHelpFormatter
+    what = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     what.add_argument("what", choices=("engine", "ext", "go"))
     wanted = what.parse_args().what
     with needs.one_line():

