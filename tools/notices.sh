@@ -5,7 +5,8 @@
 #   tools/notices.sh --check    says whether it is up to date, for tools/lint.sh
 #
 # The Go modules are those that the engine imports, on any processor that wheels are built for. Their texts come from the
-# module cache, Go's own from its toolchain. The texts of what C++ brings are in tools/licences. GO names the toolchain.
+# module cache, Go's own from its toolchain. The texts of what C++ brings are in tools/licences. GO names the toolchain, or
+# BIN the folder of a Python that may have it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export GOTOOLCHAIN=local

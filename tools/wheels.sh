@@ -64,6 +64,7 @@ tools() {
       "$(grep ^setuptools requirements/wheels.txt)"
     echo "$wanted" >"$work/env/.done"
   fi
+  "$work/env/bin/python" tools/builder.py go >/dev/null 2>&1 || "$work/env/bin/python" -m pip install -q -r requirements/go.txt
 }
 
 # The headers of one torch. They are the same for each Python and processor.
