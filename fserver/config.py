@@ -17,8 +17,9 @@ def main(argv: list[str]) -> int:
         prog="fserver config",
         description="Prints what compiles and links programs in C and C++ with this installation.",
         epilog="c++ -std=c++17 main.cc $(fserver config --cflags --libs); "
-        "cmake -Dfserver_DIR=$(fserver config --cmake); "
-        "PKG_CONFIG_PATH=$(fserver config --pkgconfig)",
+        'cmake -Dfserver_DIR="$(fserver config --cmake)"; '
+        'PKG_CONFIG_PATH="$(fserver config --pkgconfig)". If its folder has a blank or a character '
+        'that the shell interprets: eval "c++ main.cc $(fserver config --cflags --libs)"',
     )
     parser.add_argument("--cflags", action="store_true", help="print the compiler's options")
     parser.add_argument("--libs", action="store_true", help="print the linker's options")
@@ -37,14 +38,17 @@ def main(argv: list[str]) -> int:
     if not (HOME / "lib/libfserver.so").is_file():
         print(f"fserver: {HOME / 'lib'} has no libraries (make ext builds them)", file=sys.stderr)
         return 1
-    print(" ".join(_quoted(word) for word in _words(options)))
+    words = _words(options)
+    if options.cflags or options.libs or len(words) > 1:
+        words = [_quoted(word) for word in words]
+    print(*words)  # a single folder as it is, for "$(...)"
     return 0
 
 
 def _quoted(word: str) -> str:
     """A shell splits the output of $(...) at blanks, and takes quotes as they are: only words that
     cannot be used so anyway are quoted, for eval."""
-    return shlex.quote(word) if re.search(r"[\s'\"\\$`*?\[]", word) else word
+    return shlex.quote(word) if re.search(r"""[\s"'`$&|;<>()\\*?\[\]{}!#]""", word) else word
 
 
 def _words(options: argparse.Namespace) -> list[str]:

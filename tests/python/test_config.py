@@ -112,6 +112,21 @@ def test_the_page_has_the_example() -> None:
     assert (ROOT / "examples/cpp/echo.cc").read_text() in (ROOT / "docs/cpp.md").read_text()
 
 
+@pytest.mark.parametrize("name", ["plain", "ü~+@", "two words", "it's"])
+def test_what_a_shell_reads(monkeypatch, tmp_path: Path, capsys, name: str) -> None:
+    home = tmp_path / name
+    (home / "lib").mkdir(parents=True)
+    (home / "lib/libfserver.so").touch()
+    monkeypatch.setattr(config, "HOME", home)
+    config.main(["--cmake"])
+    assert capsys.readouterr().out == f"{home}/lib/cmake/fserver\n"
+    config.main(["--cflags", "--libs"])
+    said = capsys.readouterr().out
+    flags = [f"-I{home}/include", f"-L{home}/lib", f"-Wl,-rpath,{home}/lib"]
+    assert shlex.split(said) == [*flags, "-lfserver", "-pthread"]
+    assert (said.split() == shlex.split(said)) == (name in ("plain", "ü~+@"))
+
+
 def test_wrong_use() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "fserver", "config"], capture_output=True, text=True
