@@ -78,7 +78,7 @@ func (c *Conn) Plain() bool { return c.shown == 0 && !c.below }
 // Copies of a peer may still arrive when its Conn has ended, and wait behind a kernel
 // for as long as its process lives. If that has died in the middle of one, the driver
 // has taken its streams down, and nothing tells of their end any more.
-var lastWrites = 100 * time.Millisecond // but in tests; where it cannot be seen whether the peer lives
+var lastWrites = 100 * time.Millisecond // where it cannot be seen whether the peer lives; tests set it
 
 // writing says whether copies of the peer may be under way on a Conn that has ended.
 func (c *Conn) writing() bool {
