@@ -107,7 +107,8 @@ void Node::shut() {
   if (closed_ || forked.load()) // a forked child has no engine
     return;
   closed_ = true; // refuses new calls while this one waits
-  leave_open(); // a call may be in the driver, behind a stream that waits
+  // A call may be in the driver, behind a stream that waits.
+  leave_open();
   unlocked([&] { return fs_close(id_); });
   released();
 }

@@ -256,7 +256,7 @@ BARE_SCENE(a_receiver_is_lost_while_others_talk, 2, 1) {
     EXPECT_THROW(fserver::PeerLostError,
                  "worker 1 is gone, and has not answered",
                  app.Wait(app.Request(0, "", 11)));
-    EXPECT(std::chrono::steady_clock::now() - start < std::chrono::seconds(3));
+    EXPECT(std::chrono::steady_clock::now() - start < std::chrono::seconds(20));
     EXPECT(asked.load() > 0);
     app.Wait(app.Request(0, "", 8));
   }

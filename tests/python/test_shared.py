@@ -274,8 +274,8 @@ def test_nothing_grows(lending: Cluster) -> None:
         assert seen[0] == i
         answer(lending, handler, h)
     del seen
-    assert (settled(lending), descriptors()) == (before, files)
-    assert _loader.load().live() == live
+    assert settled(lending) == before
+    eventually(lambda: descriptors() <= files and _loader.load().live() == live)
     grown = int(Path("/proc/self/statm").read_text().split()[1]) - int(memory[1])
     assert grown * os.sysconf("SC_PAGESIZE") < 32 << 20
 

@@ -53,11 +53,14 @@ def test_blocking_calls_release_the_gil(pair: Cluster) -> None:
     ]
     [(handler, _, _)] = pair.server.get_batch()
     calls.append(in_thread(pair.server.get_batch))
-    end = time.monotonic() + 0.3
-    longest, last = 0.0, time.monotonic()
-    while last < end:
-        now = time.monotonic()
-        longest, last = max(longest, now - last), now
+    for _ in range(20):  # another process may have the core for so long
+        end = time.monotonic() + 0.3
+        longest, last = 0.0, time.monotonic()
+        while last < end:
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+        if longest < 0.25:
+            break
     assert longest < 0.25
     assert not any(call.done() for call in calls)
     pair.server.respond([torch.ones(1)], handler)

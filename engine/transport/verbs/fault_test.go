@@ -426,7 +426,7 @@ func TestUnreachable(t *testing.T) {
 	fails("join queue pair")
 	w.f[1].at = good
 	fakeverbs.Set("hold", 1)
-	w.f[0].Limits.Handshake = 100 * time.Millisecond
+	w.f[0].Limits.Handshake = time.Second
 	fails("nothing was acknowledged in ")
 	w.f[0].Limits.Handshake = time.Hour
 	ctx, cancel := context.WithTimeout(context.Background(), 100*time.Millisecond)

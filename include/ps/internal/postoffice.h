@@ -336,8 +336,8 @@ private:
     const std::string address = n.address(); // "10.0.0.1:7000", "[::1]:7000"
     if (const std::size_t colon = address.rfind(':');
         colon != std::string::npos) {
-      const bool six = address[0] == '[';
-      van_.node_.hostname = address.substr(six, colon - 2 * six);
+      const std::size_t brackets = address[0] == '[' ? 1 : 0;
+      van_.node_.hostname = address.substr(brackets, colon - 2 * brackets);
       van_.node_.port = std::atoi(address.c_str() + colon + 1);
     }
     {

@@ -103,7 +103,7 @@ func LongWait[F Fabric](t *testing.T, g *fakegpu.GPU, a, b *Side[F], stall time.
 	point, open := HeldUp(t, g, a.F)
 	ops := Write(k, src, point)
 	posted := 1
-	for end := time.Now().Add(4 * stall); time.Now().Before(end); {
+	for end := time.Now().Add(4 * stall); time.Now().Before(end) || posted <= 100; {
 		n, err := a.Try(ops)
 		require.NoError(t, err)
 		posted += n
