@@ -163,7 +163,7 @@ def push_pull(
         pull_tensors: ``servers * Q`` tensors. ``pull_tensors[i * Q + j]`` takes answer j of server
             i.
         pull_keys: a key for each pull tensor, or one for each of the Q positions.
-        need_event: with tensors on the GPU, send after what is queued on the current stream. False:
+        need_event: on a node with a GPU, send after what is queued on the current stream. False:
             send at once, because the pushed tensors are filled already.
 
     Returns:
@@ -316,7 +316,7 @@ def respond(tensors: Sequence[Tensor], handler: int, need_event: bool = False) -
         tensors: Q contiguous tensors, in the order of the worker's pull tensors, each with as many
             bytes. Empty for a request that pulls nothing.
         handler: of ``get_batch``.
-        need_event: with tensors on the GPU, send after what is queued on the current stream, so
+        need_event: on a node with a GPU, send after what is queued on the current stream, so
             after the kernels that fill them. False: send at once.
 
     Raises:

@@ -251,7 +251,7 @@ class Server(Node):
             tensors: Q contiguous tensors, in the order of the worker's pull tensors, each with as
                 many bytes and of the same dtype. Empty for a request that pulls nothing.
             handler: of ``get_batch``.
-            need_event: with tensors on the GPU, send after what is queued on the current stream, so
+            need_event: on a node with a GPU, send after what is queued on the current stream, so
                 after the kernels that fill them. False: send at once, because they are filled
                 already.
 

@@ -66,7 +66,7 @@ class Worker(Node):
             pull_tensors: ``servers * Q`` tensors. ``pull_tensors[i * Q + j]`` takes answer j of
                 server i.
             pull_keys: a key for each pull tensor, or one for each of the Q positions.
-            need_event: with tensors on the GPU, send after what is queued on the current stream.
+            need_event: on a node with a GPU, send after what is queued on the current stream.
                 False: send at once, because the pushed tensors are filled already and nothing that
                 is queued uses the pull tensors.
 
