@@ -183,7 +183,8 @@ func Connect[F Fabric](t *testing.T, a, b *Side[F]) {
 	c, err := a.F.Connect(context.Background(), b.F.Addr())
 	require.NoError(t, err)
 	Until(t, a, b, func() bool { return b.C != nil })
-	a.C = c // and not the Conn of an EvAccept
+	a.C = c      // and not the Conn of an EvAccept
+	a.owed = nil // those are of another Conn
 }
 
 // Until polls both sides until something has happened.
