@@ -195,11 +195,18 @@ void refuse_captured(const char *call, int device) {
 bool Behind::find() {
   if (!look_)
     return true;
-  captured_ = !current_stream(device_, &stream_) && on_gpu_;
-  if (captured_)
-    return false;
-  waits_ = on_gpu_ || cs_cu.StreamQuery(reinterpret_cast<cs_stream>(stream_)) ==
-                          CS_CU_NOT_READY;
+  // A query would spoil a capture.
+  if (!current_stream(device_, &stream_)) {
+    captured_ = on_gpu_;
+    return !captured_;
+  }
+  waits_ = on_gpu_;
+  if (!waits_) {
+    const OnDevice guard(device_);
+    const Relaxed relaxed;
+    waits_ = cs_cu.StreamQuery(reinterpret_cast<cs_stream>(stream_)) ==
+             CS_CU_NOT_READY;
+  }
   return true;
 }
 

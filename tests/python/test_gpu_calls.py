@@ -85,8 +85,13 @@ def push_pull_behind_a_full_stream() -> None:
     DRIVER.capturing = 1
     text = "^push_pull: the current stream of cuda:0 is being captured into a CUDA graph"
     refuses(lambda: worker.push_pull([x], [1], [y], [2]), fserver.ConfigError, text)
-    DRIVER.capturing = 0
     assert server.get_batch(50) == []
+    # Tensors of the CPU do not wait for it, and it is not queried, which would spoil the capture.
+    asked = DRIVER.asked
+    worker.push_pull([a], [9], [], [])
+    assert DRIVER.asked == asked
+    DRIVER.capturing = 0
+    assert len(server.get_batch(1e3 * LIMIT)) == 1
     cluster.worker._node.describe()
     cluster.close()
 
