@@ -121,8 +121,8 @@ bool current_stream(int device, uint64_t *stream);
 [[noreturn]] void refuse_captured(const char *call, int device);
 
 // What the tensors of an operation wait for on the current stream. Those of a GPU
-// always wait. Those of the CPU may be pinned, and the stream fills them: they wait
-// where it has work.
+// always wait. Those of the CPU wait if the stream has work, because it may be filling
+// pinned memory.
 class Behind {
 public:
   // on_gpu: there is a tensor of the GPU; device: that of the node, or of the tensor.

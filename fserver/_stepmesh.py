@@ -83,7 +83,7 @@ class Fast:
 
 
 def _of_a_closed_node(method: object) -> bool:
-    """Whether somebody who had put a function of their own here has put back what was there before,
-    of a node that is gone meanwhile."""
+    """Reports whether a method belongs to a node that is closed. A caller had put a function in its
+    place, and has put it back too late."""
     node: Any = getattr(method, "__self__", None)
     return type(node).__module__ in (__name__, "fserver._C") and bool(node.closed)

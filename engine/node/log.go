@@ -34,9 +34,9 @@ const pipePiece = 4096
 var standardError stderr
 
 // stderr is where the log goes. The descriptor is looked up at each line, so
-// that a caller who puts another file in its place is respected. Who logs may hold the token, and a pipe or a
-// terminal may have no reader. So a line waits for at most logLimit, and is dropped then; later ones do not wait
-// until there is room again, and how many were dropped is the next line.
+// that a caller who puts another file in its place is respected. A caller of the log may hold the token, and a pipe or a
+// terminal may have no reader. So a line waits for at most logLimit, and is then dropped. Later lines do not wait until
+// there is room again. Then a line says how many were dropped.
 type stderr struct {
 	mu      sync.Mutex
 	dropped int
@@ -73,8 +73,8 @@ func (e *stderr) Write(b []byte) (int, error) {
 // Sync implements zapcore.WriteSyncer.
 func (*stderr) Sync() error { return nil }
 
-// writable reports whether f takes what is written, at the latest after limit. One that cannot be asked does: writing
-// to it says what is wrong.
+// writable reports whether f has room, which it waits for until limit. If f cannot be asked, the answer is yes: the write
+// then says what is wrong.
 func writable(f *os.File, limit time.Duration) (ok bool) {
 	conn, err := f.SyscallConn()
 	if err != nil {

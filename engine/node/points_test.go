@@ -67,12 +67,7 @@ func TestHostMemoryBehindAStream(t *testing.T) {
 					gate, open = closedAtEnd(t)
 					back := tensor(t, 0, 64)
 					g.Put(stream, func() { <-gate; fill(back, byte(round+100)) })
-					answer, err := server.BeginAnswer()
-					require.NoError(t, err)
-					require.NoError(t, answer.AddPush(back))
-					require.NoError(t, server.After(answer, uint64(stream)))
-					require.NoError(t, server.Respond(b.reqs[0].handler, answer))
-					server.Flush()
+					respondBehind(t, server, b.reqs[0].handler, back, stream)
 					require.Equal(t, ErrAgain, worker.Wait(id, 20*time.Millisecond, true))
 					require.Equal(t, 1, words(server))
 					open()
@@ -115,13 +110,18 @@ func (m *mesh) answerBehind(t *testing.T, stream cuda.Stream) (id uint64) {
 	id = pushPull(t, m.workers[0], []exchange.Tensor{x}, []exchange.Tensor{y})
 	b, err := getBatch(server)
 	require.NoError(t, err)
+	respondBehind(t, server, b.reqs[0].handler, x, stream)
+	return id
+}
+
+// respondBehind answers a request with x, behind what is queued on a stream.
+func respondBehind(t *testing.T, server *Node, handler uint64, x exchange.Tensor, stream cuda.Stream) {
 	answer, err := server.BeginAnswer()
 	require.NoError(t, err)
 	require.NoError(t, answer.AddPush(x))
 	require.NoError(t, server.After(answer, uint64(stream)))
-	require.NoError(t, server.Respond(b.reqs[0].handler, answer))
+	require.NoError(t, server.Respond(handler, answer))
 	server.Flush()
-	return id
 }
 
 // TestStopInFrontOfAStream: a server that has left before its answers are sent has said Bye, and nobody waits for its

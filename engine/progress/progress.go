@@ -190,8 +190,8 @@ func (d *Driver) State() State {
 	return State{int(d.callers.Load()), int(d.count.Load()), int(d.running.Load()), sleeper != nobody, sleeper == atRest}
 }
 
-// Who sleeps on the descriptors. A single word says it: who finds the background goroutine there takes them
-// over, and who finds a caller there parks until that one leaves.
+// The values of sleeper. One word says whether somebody sleeps and who, so the two never differ. A caller that finds the
+// background goroutine wakes it and takes its place. A caller that finds another caller parks until that one leaves.
 const (
 	nobody  int32 = iota
 	aCaller       // inside Await

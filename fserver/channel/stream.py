@@ -38,7 +38,7 @@ _PARTING_S = 2.0
 
 # Memory to which a stream that did not end, or a peer, may still write.
 _kept: list[Any] = []
-# Of which nobody can tell when the GPU is through with it: it stays.
+# Closed sides of which nobody can tell whether the GPU still uses their memory. They stay.
 _unfinished: list[Any] = []
 
 
