@@ -87,4 +87,24 @@ private:
   bool kept_ = false;
 };
 
+// The tensors of one call.
+struct Tensors {
+  Tensors(Holder &h, size_t n) : all(n), pins(n), lease(h) {}
+  // Reads argument i (see read_tensor) into t, which is one of all.
+  Memory read(PyObject *o, Arg arg, size_t i, Access access, int device,
+              fs_tensor &t) {
+    Memory m = read_tensor(pins.add(o), arg, static_cast<Py_ssize_t>(i), access,
+                           device, &t);
+    on_gpu |= t.device >= 0;
+    return m;
+  }
+
+  Array<fs_tensor, 16> all;
+  Pins pins;
+  Lease lease;
+  uint64_t bytes = 0;  // that the caller's thread may have to move
+  bool on_gpu = false; // one is
+  bool fresh = false;  // memory is to be registered first
+};
+
 } // namespace fserver

@@ -70,9 +70,7 @@ std::vector<Segment> read_segments(const py::handle &list) {
   return all;
 }
 
-} // namespace
-
-void define_lanes(py::module_ &m) {
+void define_lane(py::module_ &m) {
   auto lane =
       py::class_<Lane>(m, "Lane", py::module_local(),
                        "The device's part of a stream channel.")
@@ -130,6 +128,10 @@ void define_lanes(py::module_ &m) {
   add_fast(lane, "recv", lane_recv,
            "recv($self, /)\n--\n\n"
            "Enqueues a receive on the current stream.");
+}
+
+// For channels whose messages the engine carries.
+void define_host_calls(py::module_ &m) {
   py::class_<Mark>(m, "Mark", py::module_local(),
                    "How far a stream of a GPU is.")
       .def(py::init<int>(), py::arg("device"))
@@ -157,6 +159,13 @@ void define_lanes(py::module_ &m) {
       .def("run", [](HostCall &c, py::handle bytes) {
         return static_cast<int>(c.run(bytes.ptr()));
       });
+}
+
+} // namespace
+
+void define_lanes(py::module_ &m) {
+  define_lane(m);
+  define_host_calls(m);
   m.def("synchronize", &synchronize, py::arg("device"),
         "Waits for all that a GPU has to do.");
   m.def("settle", &settle, py::arg("device"),

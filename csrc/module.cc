@@ -186,26 +186,8 @@ void define_node(py::module_ &m) {
            py::arg("settings"));
 }
 
-// What needs no torch.
-void define_engine(py::module_ &m) {
-  py::register_local_exception_translator([](std::exception_ptr p) {
-    try {
-      std::rethrow_exception(std::move(p));
-    } catch (const Raised &) { // the Python error is set
-    }
-  });
-  try {
-    load_errors();
-  } catch (const Raised &) {
-    throw py::error_already_set();
-  }
-  watch_fork();
-  m.def(
-      "enter", [] { enter("load"); },
-      "Raises if this process may not use the engine, such as a child of fork "
-      "in which it does\n"
-      "not run.");
-  define_node(m);
+// What is known without a node.
+void define_queries(py::module_ &m) {
   m.def(
       "settings",
       [](const py::handle &settings) {
@@ -229,6 +211,29 @@ void define_engine(py::module_ &m) {
       },
       py::arg("settings"), py::arg("timeout_ms"),
       "JSON about the way to the scheduler that the settings name.");
+}
+
+// What needs no torch.
+void define_engine(py::module_ &m) {
+  py::register_local_exception_translator([](std::exception_ptr p) {
+    try {
+      std::rethrow_exception(std::move(p));
+    } catch (const Raised &) { // the Python error is set
+    }
+  });
+  try {
+    load_errors();
+  } catch (const Raised &) {
+    throw py::error_already_set();
+  }
+  watch_fork();
+  m.def(
+      "enter", [] { enter("load"); },
+      "Raises if this process may not use the engine, such as a child of fork "
+      "in which it does\n"
+      "not run.");
+  define_node(m);
+  define_queries(m);
   m.def(
       "live",
       [] {

@@ -87,6 +87,16 @@ protected:
     return info_.registers && t.bytes && allocations_.number(id_, m, t);
   }
 
+  // Reads tensor i of an argument of a call, which is sent.
+  fs_tensor &read_source(Tensors &t, PyObject *o, Arg arg, size_t i) {
+    fs_tensor &s = t.all[i];
+    Memory m = t.read(o, arg, i, Access::kRead, info_.device, s);
+    t.fresh |= number_source(m, s);
+    t.lease.add(std::move(m));
+    t.bytes += s.device < 0 ? s.bytes : 0;
+    return s;
+  }
+
   fs_node id_ = 0;
   Holder holder_;
   Allocations allocations_;

@@ -27,6 +27,41 @@ void release_buffer(void *buffer) {
 
 void release_memory(void *storage) { Memory{storage}; }
 
+// Refuses a ret_buffer without rows, and handlers that do not fit the n answers.
+void check_vec(size_t ndim, size_t handlers, size_t n) {
+  if (ndim == 0)
+    raise(Kind::kShape, "respond_vec: ret_buffer has no dimensions, want a "
+                        "tensor with one row for each row of the answers");
+  if (handlers != n)
+    raise(Kind::kShape,
+          "respond_vec: handler_vec has %zu handlers for %zu items of "
+          "tensors_vec: give one for each",
+          handlers, n);
+}
+
+// Rows of answer k of respond_vec, whose ret_buffer has so many: of the tensor, or of the
+// first of a list.
+int64_t rows_of_answer(PyObject *answer, size_t k, int64_t rows) {
+  Ref item = Ref::borrow(answer);
+  if (!is_tensor(item.get())) {
+    const Items list(item.get(), kTensorsVec, "tensors");
+    if (list.size() == 0)
+      raise(Kind::kShape,
+            "respond_vec: tensors_vec[%zu] is empty, want the tensors that "
+            "answer its request",
+            k);
+    item = Ref::borrow(list.at(0));
+  }
+  const int64_t r =
+      rows_of(item.get(), kTensorsVec, static_cast<Py_ssize_t>(k));
+  if (r > rows)
+    raise(Kind::kShape,
+          "respond_vec: tensors_vec[%zu] has %lld rows, but ret_buffer has "
+          "%lld: make ret_buffer as large as all answers together",
+          k, static_cast<long long>(r), static_cast<long long>(rows));
+  return r;
+}
+
 } // namespace
 
 // Reads what fs_get_batch has written.
@@ -212,34 +247,23 @@ void Server::respond(PyObject *tensors, PyObject *handler, bool need_event) {
   const Items items = tensor_items(tensors, kTensors);
   const size_t n = items.size();
   const uint64_t h = read_u64(handler, {"respond", "handler"});
-  Array<fs_tensor, 16> t(n);
-  Pins pins(n);
-  Lease lease(holder_);
-  const int device = info().device;
-  uint64_t bytes = 0; // that this thread may have to move
-  bool on_gpu = false, fresh = false;
+  Tensors t(holder_, n);
   for (size_t i = 0; i < n; i++) {
-    Memory m =
-        read_tensor(pins.add(items.at(i)), kTensors, static_cast<Py_ssize_t>(i),
-                    Access::kRead, device, &t[i]);
-    fresh |= number_source(m, t[i]);
-    lease.add(std::move(m));
+    fs_tensor &a = read_source(t, items.at(i), kTensors, i);
     if (stepmesh_)
-      t[i].dtype = FS_ANY;
-    bytes += t[i].device < 0 ? t[i].bytes : 0;
-    on_gpu |= t[i].device >= 0;
+      a.dtype = FS_ANY;
   }
   fs_ticket ticket = 0;
   size_t answered = 0;
-  Behind behind(need_event, on_gpu, n ? device : -1);
+  Behind behind(need_event, t.on_gpu, n ? info().device : -1);
   auto send = [&] {
-    return behind.find() ? fs_respond(id_, behind.stream(), &h, &n, 1, t.data(),
-                                      &ticket, &answered)
+    return behind.find() ? fs_respond(id_, behind.stream(), &h, &n, 1,
+                                      t.all.data(), &ticket, &answered)
                          : 0;
   };
-  check("respond", may_block(bytes, fresh) ? unlocked(send) : send());
+  check("respond", may_block(t.bytes, t.fresh) ? unlocked(send) : send());
   behind.refuse("respond");
-  lease.keep(ticket);
+  t.lease.keep(ticket);
 }
 
 void Server::respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
@@ -253,20 +277,12 @@ void Server::respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
   const bool fresh = number_source(memory, whole);
   if (stepmesh_)
     whole.dtype = FS_ANY;
-  if (whole.ndim == 0)
-    raise(Kind::kShape, "respond_vec: ret_buffer has no dimensions, want a "
-                        "tensor with one row for each row of the answers");
-  const size_t ndim = whole.ndim;
-  const int64_t rows = whole.dims[0];
-  const uint64_t row = rows ? whole.bytes / static_cast<uint64_t>(rows) : 0;
   const Items vec(tensors_vec, kTensorsVec, "lists of tensors");
   const Items handlers(handler_vec, kHandlerVec, "ints");
-  const size_t n = vec.size();
-  if (handlers.size() != n)
-    raise(Kind::kShape,
-          "respond_vec: handler_vec has %zu handlers for %zu items of "
-          "tensors_vec: give one for each",
-          handlers.size(), n);
+  const size_t n = vec.size(), ndim = whole.ndim;
+  check_vec(ndim, handlers.size(), n);
+  const int64_t rows = whole.dims[0];
+  const uint64_t row = rows ? whole.bytes / static_cast<uint64_t>(rows) : 0;
 
   Array<fs_tensor, 16> t(n);
   Array<int64_t, 64> dims(n * ndim);
@@ -274,24 +290,8 @@ void Server::respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
   Array<size_t, 16> counts(n);
   int64_t total = 0;
   for (size_t k = 0; k < n; k++) {
-    const auto i = static_cast<Py_ssize_t>(k);
-    Ref item = Ref::borrow(vec.at(k));
-    if (!is_tensor(item.get())) {
-      const Items list(item.get(), kTensorsVec, "tensors");
-      if (list.size() == 0)
-        raise(Kind::kShape,
-              "respond_vec: tensors_vec[%zu] is empty, want the tensors that "
-              "answer its request",
-              k);
-      item = Ref::borrow(list.at(0));
-    }
-    const int64_t r = rows_of(item.get(), kTensorsVec, i);
-    if (r > rows)
-      raise(Kind::kShape,
-            "respond_vec: tensors_vec[%zu] has %lld rows, but ret_buffer has "
-            "%lld: make ret_buffer as large as all answers together",
-            k, static_cast<long long>(r), static_cast<long long>(rows));
-    h[k] = read_u64(handlers.at(k), kHandlerVec, i);
+    const int64_t r = rows_of_answer(vec.at(k), k, rows);
+    h[k] = read_u64(handlers.at(k), kHandlerVec, static_cast<Py_ssize_t>(k));
     int64_t *d = dims.data() + k * ndim;
     std::copy(whole.dims, whole.dims + ndim, d);
     d[0] = r;

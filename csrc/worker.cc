@@ -76,6 +76,33 @@ void check_overlap(const fs_tensor *t, size_t np, size_t nq, bool strict) {
   }
 }
 
+// Refuses a push_pull of np and nq tensors with npk and nqk keys unless the numbers
+// fit.
+void check_counts(size_t np, size_t nq, size_t npk, size_t nqk,
+                  size_t servers) {
+  if (np + nq == 0)
+    raise(Kind::kShape, "push_pull: push_tensors and pull_tensors are both "
+                        "empty: give at least one tensor");
+  if (npk != np)
+    raise(
+        Kind::kShape,
+        "push_pull: push_keys has %zu keys for %zu push_tensors: give one for "
+        "each",
+        npk, np);
+  if (nq % servers)
+    raise(Kind::kShape,
+          "push_pull: pull_tensors has %zu tensors, want a multiple of the "
+          "number of servers (%zu): pull_tensors[i*Q + j] is tensor j of Q "
+          "from server i",
+          nq, servers);
+  if (nqk != nq && nqk != nq / servers)
+    raise(Kind::kShape,
+          "push_pull: pull_keys has %zu keys for %zu pull_tensors of %zu "
+          "servers: give one for each tensor (%zu), or one for each tensor of "
+          "a server (%zu)",
+          nqk, nq, servers, nq, nq / servers);
+}
+
 } // namespace
 
 Worker::Worker(const std::vector<std::string> &settings, uint64_t next_handler,
@@ -97,75 +124,43 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
   const size_t np = push.size(), nq = pull.size();
   const size_t nqk = qkeys.size();
   const size_t servers = static_cast<size_t>(info().servers);
-  if (np + nq == 0)
-    raise(Kind::kShape, "push_pull: push_tensors and pull_tensors are both "
-                        "empty: give at least one tensor");
-  if (pkeys.size() != np)
-    raise(
-        Kind::kShape,
-        "push_pull: push_keys has %zu keys for %zu push_tensors: give one for "
-        "each",
-        pkeys.size(), np);
-  if (nq % servers)
-    raise(Kind::kShape,
-          "push_pull: pull_tensors has %zu tensors, want a multiple of the "
-          "number of servers (%zu): pull_tensors[i*Q + j] is tensor j of Q "
-          "from server i",
-          nq, servers);
-  if (nqk != nq && nqk != nq / servers)
-    raise(Kind::kShape,
-          "push_pull: pull_keys has %zu keys for %zu pull_tensors of %zu "
-          "servers: give one for each tensor (%zu), or one for each tensor of "
-          "a server (%zu)",
-          nqk, nq, servers, nq, nq / servers);
+  check_counts(np, nq, pkeys.size(), nqk, servers);
 
-  Array<fs_tensor, 16> t(np + nq);
-  Pins pins(np + nq);
-  Lease lease(holder_);
-  const int device = info().device;
-  uint64_t bytes = 0; // that this thread may have to move
-  bool on_gpu = false, fresh = false;
+  Tensors t(holder_, np + nq);
   for (size_t i = 0; i < np; i++) {
-    Memory m = read_tensor(pins.add(push.at(i)), kPush, i, Access::kRead,
-                           device, &t[i]);
-    fresh |= number_source(m, t[i]);
-    lease.add(std::move(m));
-    t[i].key = read_u64(pkeys.at(i), kPushKeys, i);
-    bytes += t[i].device < 0 ? t[i].bytes : 0;
-    on_gpu |= t[i].device >= 0;
+    fs_tensor &p = read_source(t, push.at(i), kPush, i);
+    p.key = read_u64(pkeys.at(i), kPushKeys, i);
   }
   for (size_t j = 0; j < nq; j++) {
-    fs_tensor &q = t[np + j];
     const uint64_t key = read_u64(qkeys.at(j % nqk), kPullKeys, j % nqk);
-    Memory m =
-        read_tensor(pins.add(pull.at(j)), kPull, j, Access::kWrite, device, &q);
+    fs_tensor &q = t.all[np + j];
+    Memory m = t.read(pull.at(j), kPull, j, Access::kWrite, info().device, q);
     q.key = key;
     if (stepmesh_)
       q.dtype = FS_ANY;
-    on_gpu |= q.device >= 0;
     if (q.bytes)
-      fresh |= allocations_.number(id_, m, q) && info().registers;
-    lease.add(std::move(m));
+      t.fresh |= allocations_.number(id_, m, q) && info().registers;
+    t.lease.add(std::move(m));
   }
   if (np > 1)
-    check_distinct(t.data(), np);
+    check_distinct(t.all.data(), np);
   if (nq > 1 || (np && servers > 1))
-    check_overlap(t.data(), np, nq, servers > 1);
+    check_overlap(t.all.data(), np, nq, servers > 1);
 
   std::optional<Claims::Claim> claim;
   if (!stepmesh_ && !channel)
-    claim.emplace(claims_, t.data() + np, nq);
+    claim.emplace(claims_, t.all.data() + np, nq);
   fs_ticket ticket = 0;
-  Behind behind(need_event, on_gpu, np || on_gpu ? device : -1);
+  Behind behind(need_event, t.on_gpu, np || t.on_gpu ? info().device : -1);
   auto send = [&] {
     if (!behind.find())
       return 0;
     return fs_push_pull(id_, channel, channel ? nullptr : behind.stream(),
-                        t.data(), np, t.data() + np, nq, &ticket);
+                        t.all.data(), np, t.all.data() + np, nq, &ticket);
   };
-  check("push_pull", may_block(bytes, fresh) ? unlocked(send) : send());
+  check("push_pull", may_block(t.bytes, t.fresh) ? unlocked(send) : send());
   behind.refuse("push_pull");
-  lease.keep(ticket);
+  t.lease.keep(ticket);
   const uint64_t first = next_;
   if (claim)
     claim->keep(ticket, first);

@@ -228,36 +228,7 @@ func (s *Scheduler) deadline(c *conn) int64 {
 // tick does what is due.
 func (s *Scheduler) tick() {
 	if s.now >= s.scan {
-		var due []int64
-		for id, c := range s.conns {
-			if s.now >= s.deadline(c) {
-				due = append(due, id)
-			}
-		}
-		slices.Sort(due)
-		for _, id := range due {
-			c, ok := s.conns[id]
-			if !ok || s.now < s.deadline(c) {
-				continue
-			}
-			why := "it did not register"
-			switch {
-			case c.waits != nil:
-				s.taken(c.waits)
-				continue
-			case c.giveUp != 0:
-				s.refuseSeeker(c)
-				continue
-			case c.member:
-				why = s.hb.reason()
-			}
-			s.emit(Output{Kind: Close, Conn: id})
-			s.drop(c, why)
-		}
-		s.scan = Never
-		for _, c := range s.conns {
-			s.scan = min(s.scan, s.deadline(c))
-		}
+		s.endDue()
 	}
 	if s.hb.due(s.now) {
 		s.all(beat)
@@ -288,6 +259,40 @@ func (s *Scheduler) tick() {
 		}
 		s.phase = over
 		s.emit(Output{Kind: Ended, Err: s.err})
+	}
+}
+
+// endDue ends the connections whose time is over, and notes when the next one is.
+func (s *Scheduler) endDue() {
+	var due []int64
+	for id, c := range s.conns {
+		if s.now >= s.deadline(c) {
+			due = append(due, id)
+		}
+	}
+	slices.Sort(due)
+	for _, id := range due {
+		c, ok := s.conns[id]
+		if !ok || s.now < s.deadline(c) {
+			continue
+		}
+		why := "it did not register"
+		switch {
+		case c.waits != nil:
+			s.taken(c.waits)
+			continue
+		case c.giveUp != 0:
+			s.refuseSeeker(c)
+			continue
+		case c.member:
+			why = s.hb.reason()
+		}
+		s.emit(Output{Kind: Close, Conn: id})
+		s.drop(c, why)
+	}
+	s.scan = Never
+	for _, c := range s.conns {
+		s.scan = min(s.scan, s.deadline(c))
 	}
 }
 
