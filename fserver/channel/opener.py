@@ -175,22 +175,7 @@ class Opener:
                 self._node.channel_watch(it.handle, it.side.abort_word)
             for i in range(servers):
                 it.tell(i, _place(device), out, into[i])
-            paths, plans, reasons = set(), [], []
-            for i in range(servers):
-                theirs = self._hear(it.handle, how, i)
-                if "refused" in theirs:
-                    raise describe.refused(f"server {i}", theirs)
-                _same(i, how.mode, theirs, out, into[i])
-                paths.add(theirs.get("path"))
-                plans.append(theirs.get("gpu"))
-                reasons.append(describe.reason(theirs))
-            if len(paths) > 1:
-                raise ConfigError(
-                    "channel: this GPU can reach the GPUs of some servers only "
-                    f'({"; ".join(filter(None, reasons))}): open the channel with mode="host" on '
-                    "all sides"
-                )
-            path = paths.pop()
+            path, plans, reason = self._answers(it.handle, how, out, into)
             if path == "host":
                 if it.side:
                     self._node.channel_watch(it.handle, 0)
@@ -213,7 +198,6 @@ class Opener:
                     f"channel: the servers chose path {path!r:.40}, but this side can use "
                     f"{how.mode if it.side else 'host'!r} only: open both sides with the same mode"
                 )
-            reason = "; ".join(filter(None, reasons))
             return self._made(it, how, path, reason, push, shares, push_keys, device, True)
 
     def server(
@@ -344,6 +328,27 @@ class Opener:
                 f"{late}: this side has named the channel {how.name!r}: call channel() on both "
                 "sides with the same name=, or, without names, in the same order"
             ) from None
+
+    def _answers(
+        self, handle: int, how: How, out: list[list[Any]], into: Sequence[list[list[Any]]]
+    ) -> tuple[str, list[Any], str]:
+        """Returns the path that all servers take, what each says to the device, and why the path
+        is not the mode."""
+        answers = []
+        for i, share in enumerate(into):
+            theirs = self._hear(handle, how, i)
+            if "refused" in theirs:
+                raise describe.refused(f"server {i}", theirs)
+            _same(i, how.mode, theirs, out, share)
+            answers.append(theirs)
+        reason = "; ".join(filter(None, map(describe.reason, answers)))
+        paths = {theirs.get("path") for theirs in answers}
+        if len(paths) > 1:
+            raise ConfigError(
+                "channel: this GPU can reach the GPUs of some servers only "
+                f'({reason}): open the channel with mode="host" on all sides'
+            )
+        return paths.pop(), [theirs.get("gpu") for theirs in answers], reason
 
     def _refuse(self, handle: int, mode: str, peers: Iterable[int], error: BaseException) -> None:
         """Tells the peers that wait for the description of this side why there is none. No other
