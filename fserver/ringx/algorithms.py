@@ -64,7 +64,7 @@ RING_TOKENS = 8192
 
 def automatic(
     causal: bool, tokens: int, ranks: int, *, queries: int, keys: int, gathered: int,
-    even: bool = True, copies: bool = False, on_gpu: bool = True,
+    even: bool = True, copies: bool = False, direct: bool = True,
 ) -> str:  # fmt: skip
     """Chooses the algorithm of ``"auto"``. All that it may choose for a mask have one layout, as
     `layout_of` does not know the length: zigzag under a causal mask (X3, X4, ring), else contiguous
@@ -81,7 +81,8 @@ def automatic(
 
     `tokens` are the local rows of q. X1o moves `queries` bytes forward, X3b `keys` bytes, and X3
     gathers keys, values and their gradients of `gathered` bytes on a rank. Only X1o has ranks of
-    lengths that differ (not `even`). The ring makes no `copies`, and is not ahead on CPUs.
+    lengths that differ (not `even`). The ring makes no `copies`, and is taken only
+    between GPUs that send to each other (`direct`), not by way of the CPU, as over gloo.
     """
     if not even:
         return "X1o"
@@ -89,6 +90,6 @@ def automatic(
         return "X4"
     if not causal and queries < keys:
         return "X1o"
-    if on_gpu and ranks == 2 and tokens <= RING_TOKENS and not copies:
+    if direct and ranks == 2 and tokens <= RING_TOKENS and not copies:
         return "ring"
     return "X3" if causal else "X3b"

@@ -231,7 +231,7 @@ def _planned(
     if ends is not None:
         name = "X3"
     elif name == "auto" and options.window is None:
-        name = _fastest(lengths, q, k, reduce_dtype, options)
+        name = _fastest(ranks, lengths, q, k, reduce_dtype, options)
     how = ALGORITHMS[name] if options.window is None else SLIDING
     copied = options.copies and how.together and ends is None
     window = window_of(ranks, q.device) if copied else None
@@ -244,8 +244,9 @@ def _planned(
 
 
 def _fastest(
-    lengths: Lengths, q: Tensor, k: Tensor, reduce_dtype: torch.dtype, options: Options
-) -> str:
+    ranks: Ranks, lengths: Lengths, q: Tensor, k: Tensor, reduce_dtype: torch.dtype,
+    options: Options,
+) -> str:  # fmt: skip
     """Returns the algorithm of ``"auto"``. docs/ringx.md has the formulas."""
     of_q, of_k = lengths
     batch, length, heads, dim = q.shape
@@ -256,7 +257,7 @@ def _fastest(
         options.causal, length, len(of_q), queries=batch * heads * row * sum(of_q),
         keys=moved * k.element_size(), even=len({*zip(of_q, of_k, strict=True)}) == 1,
         gathered=moved * (k.element_size() + reduce_dtype.itemsize), copies=options.copies,
-        on_gpu=q.is_cuda,
+        direct=q.is_cuda and not ranks.staged(q.device),
     )  # fmt: skip
 
 

@@ -89,15 +89,27 @@ class Ranks:
         return self._start("the all-to-all", dist.all_to_all_single, got, tensor, *rows)
 
     def pass_on(self, got: Tensor, tensor: Tensor) -> Collective:
-        """Sends to the next rank, and receives from the one before."""
+        """Sends to the next rank, and receives from the one before. gloo's transfers between two
+        ranks take no memory of a GPU. Its all-to-all does, by way of the CPU."""
         after, before = ((self.rank + step) % self.size for step in (1, -1))
+        what = f"passing on from rank {before} to rank {after}"
+        if self.staged(tensor.device):
+            rows = (
+                [len(tensor) * (rank == peer) for rank in range(self.size)]
+                for peer in (before, after)
+            )
+            return self._start(what, dist.all_to_all_single, got, tensor, *rows)
         pairs = (dist.isend, tensor, after), (dist.irecv, got, before)
         members, group = dist.get_process_group_ranks(self.group), self.group
         ops = [dist.P2POp(op, what, members[peer], group) for op, what, peer in pairs]
-        what = f"passing on from rank {before} to rank {after}"
         # gloo's transfers between two ranks know the group's timeout only if they are told.
         limit = () if tensor.is_cuda else (self.timeout,)
         return Collective(self, what, lambda: dist.batch_isend_irecv(ops), *limit)
+
+    def staged(self, device: torch.device) -> bool:
+        """Reports whether tensors of this device travel by way of the CPU."""
+        backends = dist.get_backend_config(self.group).split(",")
+        return device.type != "cpu" and f"{device.type}:gloo" in backends
 
     def _start(self, what: str, call: Callable[..., Any], *args: Any) -> Collective:
         return Collective(self, what, lambda: [call(*args, group=self.group, async_op=True)])

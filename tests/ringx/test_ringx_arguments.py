@@ -509,7 +509,7 @@ LIMIT = algorithms.GATHER_LIMIT
         (True, 8192, 2, {}, "ring"),
         (True, 16384, 2, {}, "X3"),
         (True, 8192, 2, {"copies": True}, "X3"),
-        (True, 8192, 2, {"on_gpu": False}, "X3"),
+        (True, 8192, 2, {"direct": False}, "X3"),
         (True, 2048, 4, {}, "X3"),
         (True, 4096, 1, {}, "X3"),
         (True, 16384, 2, {"gathered": LIMIT}, "X3"),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from exact import Problem, attend, errors
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from world import GROUPS, Rank, World
 
 from fserver.errors import ConfigError
 from fserver.ringx import positions, ringx_attention, shard, unshard
+from fserver.ringx.ranks import Ranks, ranks_of
 
 ALL = (0, 1, 2, 3)
 
@@ -134,3 +138,32 @@ def outside(me: Rank) -> list[str]:
 def test_a_mesh_without_this_process(world: World):
     want = "ringx: group: this process is not a member (call the function on members only)"
     assert world.run(ALL, outside) == [[want, want], [want, want], [], []]
+
+
+def by_way_of_the_cpu(me: Rank) -> tuple[list[bool], float]:
+    """On which devices gloo's tensors go by way of the CPU, and how far the ring's results are from
+    the usual ones if all do."""
+    ranks = ranks_of(me.group)
+    staged = [ranks.staged(torch.device(kind)) for kind in ("cpu", "cuda")]
+    usual = attend(me, Problem(), "ring")
+    refused = mock.Mock(side_effect=AssertionError("a transfer between two ranks"))
+    with (
+        mock.patch.object(type(ranks), "staged", lambda self, device: True),
+        mock.patch.object(dist, "batch_isend_irecv", refused),
+    ):
+        found = attend(me, Problem(), "ring")
+    return staged, max(errors(found, usual).values())
+
+
+def test_the_ring_over_gloo_on_gpus(world: World):
+    """gloo's transfers between two ranks take no memory of a GPU, its collectives do."""
+    for staged, error in world.run((1, 2, 3), by_way_of_the_cpu):
+        assert staged == [False, True]
+        assert error == 0
+
+
+def test_nccl_sends_by_itself(monkeypatch: pytest.MonkeyPatch):
+    found = mock.Mock(group=None)
+    for config, want in (("cpu:gloo,cuda:nccl", False), ("cpu:gloo,cuda:gloo", True)):
+        monkeypatch.setattr(dist, "get_backend_config", lambda group, config=config: config)
+        assert Ranks.staged(found, torch.device("cuda")) is want
