@@ -9,6 +9,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"go.uber.org/zap"
+
 	"fserver/engine/trace"
 	"fserver/engine/transport"
 	"fserver/engine/transport/rails"
@@ -123,7 +125,7 @@ type way struct {
 }
 
 // path connects to m over the best Fabric that can. Only the last one that
-// reaches it is tried again and again. The link says what spoke against the better
+// reaches it is tried again and again, the others while they may succeed at once. The link says what spoke against the better
 // ones, and whether one was tried in vain.
 func (n *Node) path(ctx context.Context, m wire.Member) (*link, error) {
 	ways, why := n.ways(&m)
@@ -133,9 +135,7 @@ func (n *Node) path(ctx context.Context, m wire.Member) (*link, error) {
 	last := len(ways) - 1
 	failed := ""
 	for _, w := range ways[:last] {
-		try, cancel := context.WithTimeout(ctx, 10*time.Second)
-		c, err := w.p.Connect(try, w.at)
-		cancel()
+		c, err := n.try(ctx, &w, m.Name())
 		switch {
 		case err == nil:
 			return &link{conn: c, plane: w.p, why: whyNot(w.why, failed), tried: failed != ""}, nil
@@ -147,6 +147,23 @@ func (n *Node) path(ctx context.Context, m wire.Member) (*link, error) {
 	w := ways[last]
 	c, err := n.dial(ctx, w.p, w.at, m.Name())
 	return &link{conn: c, plane: w.p, why: whyNot(w.why, failed), tried: failed != ""}, err
+}
+
+// repeats is how often try repeats an attempt at most: each side may give up an address of its device twice.
+const repeats = 4
+
+// try connects over w to the peer that is who, once, or again while either side has something else to use.
+func (n *Node) try(ctx context.Context, w *way, who string) (c transport.Conn, err error) {
+	for range 1 + repeats {
+		once, cancel := context.WithTimeout(ctx, 10*time.Second)
+		c, err = w.p.Connect(once, w.at)
+		cancel()
+		if !is[*transport.AgainError](err) {
+			break
+		}
+		n.log.Debug("not connected yet", zap.String("to", who), zap.Error(err))
+	}
+	return c, err
 }
 
 // ways are the Fabrics that reach m, the best first. why is what speaks against the

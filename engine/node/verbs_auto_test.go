@@ -277,6 +277,46 @@ func TestAutoFallsBack(t *testing.T) {
 	}
 }
 
+// TestAutoRefusedGID: if a device refuses its address, auto tries RDMA again with the next address, and takes TCP when there
+// is no other address to try.
+func TestAutoRefusedGID(t *testing.T) {
+	for name, c := range map[string]struct {
+		refuse func()
+		path   string // empty: TCP
+	}{
+		"the server's": {func() { fakeverbs.Fail("RTR", syscall.EINVAL, 0, 1) }, "GID 5 fd00:77::1 (RoCE v2) to GID 127.0.77.1,"},
+		"the worker's": {func() { fakeverbs.Fail("RTR", syscall.EINVAL, 1, 1) }, "GID 5 fd00:77::1 (RoCE v2) to GID fd00:77::1,"},
+		"of both":      {func() { fakeverbs.Set("away", 3) }, "GID 5 fd00:77::1 (RoCE v2) to GID fd00:77::1,"},
+		"each":         {func() { fakeverbs.Fail("RTR", syscall.EINVAL, 0, 1000) }, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			fakes(t)
+			kernelShows(t, "fake0")
+			refuse := func(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
+				list, err := openFabrics(cfg, g, log)
+				if cfg.Role == conf.Server {
+					c.refuse()
+				}
+				return list, err
+			}
+			m, logs := unlike(t, refuse, apart, apart)
+			m.exchange(t, 5)
+			w, s := linkOf(t, m.workers[0]), linkOf(t, m.servers[0])
+			if c.path != "" {
+				require.Equal(t, "verbs", w.Transport, w.Reason)
+				require.Contains(t, s.Path, c.path)
+				require.NotContains(t, w.Reason+s.Reason, "verbs")
+				require.Zero(t, logs.Len())
+			} else {
+				require.Equal(t, "tcp", w.Transport)
+				require.Regexp(t, "verbs: .*no path from GID .* invalid argument", w.Reason)
+				require.NotContains(t, w.Reason, "the next attempt")
+			}
+			m.stop()
+		})
+	}
+}
+
 // TestAutoPairsNetworks: devices that auto chose pair only where they have a network in common, those that are named
 // wherever one reaches the other.
 func TestAutoPairsNetworks(t *testing.T) {

@@ -172,7 +172,7 @@ type Fabric interface {
 	Bind(k Key, c Conn) error
 	// Connect opens a path to the Fabric at peer: it blocks until both sides
 	// have passed the Gate, ctx ends or the attempt fails. It needs no Poll of
-	// its own Fabric.
+	// its own Fabric. The error is an *AgainError if the same call may succeed at once.
 	Connect(ctx context.Context, peer Addr) (Conn, error)
 	// Poll makes progress on everything that is open and fills ev with what
 	// was found, in the order in which it happened on each Conn. It never

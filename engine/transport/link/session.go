@@ -98,10 +98,12 @@ func (s *Session) passGate() error {
 }
 
 // The messages of a transport start with tellMore, and the last one with tellEnd, behind
-// which is the reason; none is a close in good order.
+// which is the reason; none is a close in good order. With tellAgain in place of tellEnd, the reason is a
+// transport.AgainError.
 const (
-	tellMore = 'M'
-	tellEnd  = 'E'
+	tellMore  = 'M'
+	tellEnd   = 'E'
+	tellAgain = 'A'
 )
 
 // Tell sends a message of the transport.
@@ -122,6 +124,8 @@ func (s *Session) Hear() ([]byte, error) {
 		return m[1:], nil
 	case len(m) > 1 && m[0] == tellEnd:
 		return nil, fmt.Errorf("the peer: %s", m[1:])
+	case len(m) > 1 && m[0] == tellAgain:
+		return nil, &transport.AgainError{Err: fmt.Errorf("the peer: %s", m[1:])}
 	case len(m) == 1 && m[0] == tellEnd:
 		return nil, fmt.Errorf("the peer closed the connection: %w", io.EOF)
 	}
@@ -131,6 +135,9 @@ func (s *Session) Hear() ([]byte, error) {
 // End tells the peer why, with nil for a close in good order, and closes the socket.
 func (s *Session) End(why error) {
 	m := []byte{tellEnd}
+	if again := (*transport.AgainError)(nil); errors.As(why, &again) {
+		m[0] = tellAgain
+	}
 	if why != nil {
 		m = append(m, why.Error()...)
 	}

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	rdma "fserver/cshim/verbs"
+	"fserver/engine/transport"
 )
 
 // Path says how packets travel from a device. The zero Path is the default.
@@ -237,7 +238,7 @@ func (f *Fabric) refresh() {
 }
 
 // refused takes why a queue pair with a GID could not be joined. If the device refuses the GID, the next
-// connection is tried with the next one.
+// connection is tried with the next one, and the error is an AgainError.
 func (f *Fabric) refused(g rdma.GID, why error) error {
 	if !errors.Is(why, unix.EINVAL) {
 		return why
@@ -246,7 +247,9 @@ func (f *Fabric) refused(g rdma.GID, why error) error {
 		if f.at.gid() == g && len(f.at.gids) > 1 && f.probes < maxProbes {
 			f.at.gids = f.at.gids[1:]
 			f.probes++
-			why = fmt.Errorf("%w; the next attempt uses GID %v", why, f.at.gid())
+		}
+		if !slices.Contains(f.at.gids, g) { // also if another attempt has given it up meanwhile
+			why = &transport.AgainError{Err: fmt.Errorf("%w; the next attempt uses GID %v", why, f.at.gid())}
 		}
 	})
 	return why

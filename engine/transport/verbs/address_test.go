@@ -175,6 +175,10 @@ func TestRefusedGID(t *testing.T) {
 	w.until("a GID is found that the devices take", func() bool {
 		attempts++
 		_, err := w.dial()
+		if err != nil {
+			require.ErrorAs(t, err, new(*transport.AgainError))
+			require.ErrorContains(t, err, "invalid argument; the next attempt uses GID fd00:77::")
+		}
 		return err == nil
 	})
 	require.Equal(t, 3, attempts, "one for each side")
@@ -199,6 +203,8 @@ func TestRefusedGID(t *testing.T) {
 		}
 	}
 	require.LessOrEqual(t, len(seen), 1+maxProbes)
+	_, err := w.dial()
+	require.NotErrorAs(t, err, new(*transport.AgainError), "no other GID is tried")
 }
 
 // TestChangedGID: after an event of the device the GID table is read again, and connections from then on use what it says.
