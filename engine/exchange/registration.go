@@ -275,7 +275,8 @@ func (ks *keys) call(r *registration) (transport.Key, error) {
 	return ks.register(r.ring.fabric, region)
 }
 
-// register registers with a Fabric, and gives up what nobody uses if no more memory can be locked. It may block.
+// register registers with a Fabric, and gives up what nobody uses if no more memory can be locked. Memory of a GPU is taken
+// in a slower way if that is not enough. It may block.
 func (ks *keys) register(f transport.Fabric, r mem.Region) (transport.Key, error) {
 	k, err := f.Register(r)
 	if errors.Is(err, syscall.ENOMEM) && ks.spare() {
@@ -283,6 +284,10 @@ func (ks *keys) register(f transport.Fabric, r mem.Region) (transport.Key, error
 			time.Sleep(wait) // what is given up is let go of meanwhile
 			k, err = f.Register(r)
 		}
+	}
+	if errors.Is(err, syscall.ENOMEM) && r.Dev != mem.CPU {
+		r.Scarce = true
+		k, err = f.Register(r)
 	}
 	return k, err
 }

@@ -362,6 +362,55 @@ func TestLockedMemory(t *testing.T) {
 	require.NotNil(t, again[0])
 }
 
+// scarce is a locker that takes memory of a GPU in a way that locks none where that is asked for.
+type scarce struct {
+	locker
+	tries, asked int
+}
+
+func (f *scarce) Register(r mem.Region) (transport.Key, error) {
+	f.tries++
+	if r.Scarce {
+		f.asked++
+		return f.fakeFabric.Register(r)
+	}
+	return f.locker.Register(r)
+}
+
+// TestLockedMemoryOfAGPU: memory of a GPU is taken in a way that locks less when what can be spared has been given up, and
+// not before. Host memory is not.
+func TestLockedMemoryOfAGPU(t *testing.T) {
+	ks := keys{paths: make([]*keyring, 1)}
+	f := &scarce{locker: locker{newFabric(), 1}}
+	f.gpu = mem.GPU(0)
+	ring := ks.path(0, f)
+	onGPU := func() *Tensor {
+		x := bytesOf(t, 0, 8, 0)
+		x.Dev, x.Base.Dev = f.gpu, f.gpu
+		return &x
+	}
+	use := func(x *Tensor) (*registration, error) {
+		ks.mu.Lock()
+		defer ks.mu.Unlock()
+		return ks.use(ring, x)
+	}
+	first, err := use(onGPU())
+	require.NoError(t, err)
+	ks.letGo([]*registration{first})
+	_, err = use(onGPU())
+	require.NoError(t, err)
+	require.Zero(t, f.asked, "the first one was given up")
+	f.tries = 0
+	_, err = use(onGPU())
+	require.NoError(t, err)
+	require.Equal(t, 1, f.asked)
+	require.Equal(t, 2, f.tries, "there is nothing to give up, so nothing to wait for")
+	host := bytesOf(t, 0, 8, 0)
+	_, err = use(&host)
+	require.ErrorIs(t, err, syscall.ENOMEM)
+	require.Equal(t, 1, f.asked)
+}
+
 // TestSourcesOnAGPU: memory of the GPU that a Fabric takes by itself is made known to it, and that of no other.
 func TestSourcesOnAGPU(t *testing.T) {
 	for _, gpu := range []mem.Device{mem.CPU, mem.GPU(0), mem.GPU(1)} {

@@ -44,6 +44,9 @@ type Region struct {
 	// InUse, if it is not nil, is how many operations of this process the memory is in use for. While that is 0, the memory
 	// may be gone: see transport.Fabric.Register.
 	InUse *atomic.Int32
+	// Scarce says that memory which was locked for devices has been given up for this region: if there is still too little,
+	// it is to be taken in a slower way that needs less. See transport.Fabric.Register.
+	Scarce bool
 }
 
 // Idle reports whether no operation of this process uses the memory, so that it may be gone.

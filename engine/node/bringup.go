@@ -154,7 +154,9 @@ func environment(cfg *conf.Config, g transport.Gate, log *zap.Logger, at string)
 
 // wrap has the Fabrics take GPU memory, and puts the drivers that wrap others around them.
 func wrap(e *transport.Env, list []transport.Fabric) error {
-	o := stage.Options{HasGPU: hasGPU, Events: !e.Config.Flags}
+	o := stage.Options{HasGPU: hasGPU, Events: !e.Config.Flags, Refused: func(why error) {
+		e.Log.Warn("some GPU tensors go through host memory", zap.Error(why))
+	}}
 	if g, ok := e.Device.(gpu.GPU); ok {
 		o.Device, o.Later = g.Device, g.Later
 	}

@@ -7,10 +7,12 @@ import (
 	"os"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"go.uber.org/zap/zaptest/observer"
 	"golang.org/x/sys/unix"
 
 	"fserver/cshim/cuda"
@@ -35,7 +37,7 @@ func TestVerbsGPUStaged(t *testing.T) {
 	if os.Getenv("FSERVER_TEST_DMABUF") != "" {
 		t.Skip("FSERVER_TEST_DMABUF is set, and with it the NIC takes memory of the GPU")
 	}
-	m, g := newGPUNICs(t, func(*fakegpu.GPU) {
+	m, g, _ := newGPUNICs(t, func(*fakegpu.GPU) {
 		if os.Getenv("FSERVER_TEST_RDMA") == "" {
 			fakeverbs.Set("dmabuf", 0)
 		}
@@ -61,7 +63,7 @@ func TestVerbsGPUDirect(t *testing.T) {
 			if ordering == 0 {
 				sizes = []uint64{1, 4097, 1 << 20}
 			}
-			m, g := newGPUNICs(t, func(g *fakegpu.GPU) {
+			m, g, _ := newGPUNICs(t, func(g *fakegpu.GPU) {
 				g.NIC.Ordering = ordering
 				if ordering == 0 && os.Getenv("FSERVER_TEST_RDMA") == "" {
 					fakeverbs.Set("late", 1)
@@ -72,6 +74,44 @@ func TestVerbsGPUDirect(t *testing.T) {
 			}
 			exchangeOnGPU(t, m, g.GPU, sizes)
 			require.Zero(t, g.copied.Load(), "bytes that the copy engine has moved")
+		})
+	}
+}
+
+// TestVerbsGPURefused: of memory of the GPU that the NIC refuses, links() says why, and one line of the log.
+func TestVerbsGPURefused(t *testing.T) {
+	if os.Getenv("FSERVER_TEST_RDMA") != "" {
+		t.Skip("only the fake library refuses it")
+	}
+	for name, c := range map[string]struct {
+		errno syscall.Errno
+		times int
+		why   string // empty: it is taken in the end
+	}{
+		"invalid":               {syscall.EINVAL, 1000, "invalid argument"},
+		"no room":               {syscall.ENOMEM, 1000, "cannot allocate memory"},
+		"room that is not used": {syscall.ENOMEM, 1, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			m, g, logs := newGPUNICs(t, func(*fakegpu.GPU) {})
+			buffers := map[uint64]bool{}
+			onGPUs(t, m, g.GPU, 4096, 1, buffers) // its registrations can be given up
+			fakeverbs.Fail("ibv_reg_dmabuf_mr", c.errno, 0, c.times)
+			onGPUs(t, m, g.GPU, 4096, 3, buffers)
+			how, said := linkOf(t, m.workers[0]), logs.FilterMessage("some GPU tensors go through host memory").All()
+			require.Equal(t, "verbs", how.Transport)
+			if c.why == "" {
+				require.NotContains(t, how.Reason, "GPU")
+				require.Empty(t, said)
+				require.Zero(t, g.copied.Load())
+			} else {
+				why := "register [0-9]+ bytes at .* of gpu 0 for GPUDirect: by dma-buf: .*" + c.why
+				require.Regexp(t, "some tensors of gpu 0 go through host memory: verbs: "+why, how.Reason)
+				require.Len(t, said, 1)
+				require.Regexp(t, why, said[0].ContextMap()["error"])
+				require.NotZero(t, g.copied.Load())
+			}
+			endOnGPU(t, m, buffers)
 		})
 	}
 }
@@ -90,8 +130,8 @@ func (g *copyGPU) Enqueue(s cuda.Stream, e cuda.Event, copies []cuda.Copy, flag,
 }
 
 // newGPUNICs is a worker and a server with tensors on one GPU, each on a device of its own. set says what GPU and devices
-// are like.
-func newGPUNICs(t *testing.T, set func(*fakegpu.GPU)) (*mesh, *copyGPU) {
+// are like. The warnings are the worker's.
+func newGPUNICs(t *testing.T, set func(*fakegpu.GPU)) (*mesh, *copyGPU, *observer.ObservedLogs) {
 	newNICs(t)
 	devices, g := [2]string{"rxe0", "rxe1"}, &copyGPU{GPU: fakegpu.New()}
 	if os.Getenv("FSERVER_TEST_RDMA") == "" {
@@ -107,12 +147,13 @@ func newGPUNICs(t *testing.T, set func(*fakegpu.GPU)) (*mesh, *copyGPU) {
 	}
 	m.scheduler = m.start(s.settings("scheduler", 0, 0, "0"))
 	_, port := splitPort(t, m.scheduler.Info().Address)
-	m.workers = []*Node{m.start(s.settings("worker", 0, 0, port, more(0)...))}
+	w, logs := m.watch(s.settings("worker", 0, 0, port, more(0)...))
+	m.workers = []*Node{w}
 	m.servers = []*Node{m.start(s.settings("server", 0, 0, port, more(1)...))}
 	for _, n := range m.all() {
 		waitReady(t, n)
 	}
-	return m, g
+	return m, g, logs
 }
 
 // spread is n bytes that differ from those at other places, packets and pages, and from those of another seed.
@@ -131,31 +172,40 @@ var patternOf = sync.OnceValue(func() []byte {
 
 // exchangeOnGPU makes push_pulls of so many bytes there and back, compares every byte, and ends the mesh.
 func exchangeOnGPU(t *testing.T, m *mesh, g *fakegpu.GPU, sizes []uint64) {
-	worker, server := m.workers[0], m.servers[0]
 	buffers := map[uint64]bool{}
 	for i, n := range sizes {
-		seed := byte(10 * i)
-		x, y, back := onGPU(t, g, 1, spread(n, seed)), onGPU(t, g, 2, make([]byte, n)), onGPU(t, g, 0, spread(n, seed+1))
-		hidden(t, x.Span)
-		ticket, err := worker.BeginPushPull()
-		require.NoError(t, err)
-		require.NoError(t, errors.Join(ticket.AddPush(x), ticket.AddPull(y)))
-		id := ticket.ID()
-		require.NoError(t, worker.PushPull(ticket))
-		batch := first(t, server)
-		got := batch.push[0]
-		require.Equal(t, mem.GPU(0), got.Dev)
-		hidden(t, got.Span)
-		buffers[got.Buffer] = true
-		same(t, spread(n, seed), contents(t, g, got.Span), fmt.Sprintf("%d bytes at the server", n))
-		answer, err := server.BeginAnswer()
-		require.NoError(t, err)
-		require.NoError(t, answer.AddPush(back))
-		require.NoError(t, server.Respond(batch.handler, answer))
-		server.Flush()
-		require.NoError(t, wait(worker, id))
-		same(t, spread(n, seed+1), contents(t, g, y.Span), fmt.Sprintf("%d bytes at the worker", n))
+		onGPUs(t, m, g, n, byte(10*i), buffers)
 	}
+	endOnGPU(t, m, buffers)
+}
+
+// onGPUs makes one push_pull of n bytes there and back, and compares every byte. It notes the server's receive buffer.
+func onGPUs(t *testing.T, m *mesh, g *fakegpu.GPU, n uint64, seed byte, buffers map[uint64]bool) {
+	worker, server := m.workers[0], m.servers[0]
+	x, y, back := onGPU(t, g, 1, spread(n, seed)), onGPU(t, g, 2, make([]byte, n)), onGPU(t, g, 0, spread(n, seed+1))
+	hidden(t, x.Span)
+	ticket, err := worker.BeginPushPull()
+	require.NoError(t, err)
+	require.NoError(t, errors.Join(ticket.AddPush(x), ticket.AddPull(y)))
+	id := ticket.ID()
+	require.NoError(t, worker.PushPull(ticket))
+	batch := first(t, server)
+	got := batch.push[0]
+	require.Equal(t, mem.GPU(0), got.Dev)
+	hidden(t, got.Span)
+	buffers[got.Buffer] = true
+	same(t, spread(n, seed), contents(t, g, got.Span), fmt.Sprintf("%d bytes at the server", n))
+	answer, err := server.BeginAnswer()
+	require.NoError(t, err)
+	require.NoError(t, answer.AddPush(back))
+	require.NoError(t, server.Respond(batch.handler, answer))
+	server.Flush()
+	require.NoError(t, wait(worker, id))
+	same(t, spread(n, seed+1), contents(t, g, y.Span), fmt.Sprintf("%d bytes at the worker", n))
+}
+
+// endOnGPU ends a mesh, and frees its receive buffers.
+func endOnGPU(t *testing.T, m *mesh, buffers map[uint64]bool) {
 	m.stop()
 	for _, n := range m.all() {
 		require.NoError(t, n.Free())

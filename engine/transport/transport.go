@@ -158,7 +158,8 @@ type Fabric interface {
 	// enqueued before that still land. Where a peer, its GPU or a NIC writes by itself, nothing can be
 	// refused, as with Bind: the memory is pinned or mapped for it, or the write fails there.
 	// A region may be registered more than once; each Key counts for itself. The error is a *DeviceError where the
-	// device has failed. It wraps unix.ENOMEM if no more memory can be locked for the device.
+	// device has failed. It wraps unix.ENOMEM if no more memory can be locked for the device: the caller then gives up what
+	// it can spare, and tries again. Its last try for memory of a GPU sets r.Scarce.
 	Register(r mem.Region) (Key, error)
 	// Deregister starts the end of what a Key allows, and does not wait for it: EvFreed tells when
 	// the memory is the caller's again. A write that is under way may still land until then, and

@@ -2,6 +2,7 @@ package stage
 
 import (
 	"fmt"
+	"strings"
 
 	"fserver/cshim/cuda"
 	"fserver/engine/mem"
@@ -95,6 +96,15 @@ func (c *Conn) Break(idle bool) {
 
 // Free implements over.Conn.
 func (c *Conn) Free() { c.sender.close(c.f) }
+
+// Peer implements transport.Conn.
+func (c *Conn) Peer() transport.Peer {
+	p := c.Conn.Peer()
+	if why := c.f.denied.Load(); why != nil {
+		p.Why = strings.TrimPrefix(p.Why+"; "+*why, "; ")
+	}
+	return p
+}
 
 // Plain, Serve and Stopped implement over.Conn. There is nothing but what the Path knows of.
 func (*Conn) Plain() bool { return true }

@@ -2,7 +2,11 @@ package stage
 
 import (
 	"cmp"
+	"errors"
+	"fmt"
 	"slices"
+
+	"golang.org/x/sys/unix"
 
 	"fserver/engine/mem"
 	"fserver/engine/transport"
@@ -63,19 +67,32 @@ func (d *direct) has(s mem.Span) bool {
 func byStart(g directRegion, start uint64) int { return cmp.Compare(g.start, start) }
 
 // registerDirect registers memory of the GPU with inner. False: inner does not take it, and it is to be staged. If inner has
-// failed, the registration of the shadow says so.
-func (f *Fabric) registerDirect(m mem.Region) (k transport.Key, taken bool) {
+// failed, the registration of the shadow says so. If no more memory can be locked, m is staged only with Scarce.
+func (f *Fabric) registerDirect(m mem.Region) (k transport.Key, taken bool, err error) {
 	if m.Len == 0 || f.Fabric.Caps().GPU != m.Dev {
-		return k, false
+		return k, false, nil
 	}
-	k, err := f.Fabric.Register(m)
-	if err != nil {
-		return k, false
+	k, err = f.register(m)
+	switch {
+	case err == nil:
+		f.Mu.Lock()
+		defer f.Mu.Unlock()
+		f.direct.add(m, k)
+		return k, true, nil
+	case errors.Is(err, unix.ENOMEM) && !m.Scarce:
+		return k, false, err
+	case !errors.As(err, new(*transport.DeviceError)):
+		f.deny(err)
 	}
-	f.Mu.Lock()
-	defer f.Mu.Unlock()
-	f.direct.add(m, k)
-	return k, true
+	return k, false, nil
+}
+
+// deny keeps why inner has not taken memory of the GPU, and tells it once.
+func (f *Fabric) deny(why error) {
+	text := fmt.Sprintf("some tensors of %v go through host memory: %v", f.Calls.Name(), why)
+	if f.denied.Swap(&text) == nil && f.warn != nil {
+		f.warn(why)
+	}
 }
 
 // reads reports whether inner can read the source of op, which is on the GPU.

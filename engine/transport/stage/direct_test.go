@@ -191,6 +191,54 @@ func TestDirectRefused(t *testing.T) {
 	fakeverbs.Reset()
 }
 
+// TestDirectScarce: if the NIC can lock no more memory, that of idle buffers is given up first, then the caller hears of it,
+// and the memory is staged only if the caller has nothing to give up either. The Conn says why, and so does one warning.
+func TestDirectScarce(t *testing.T) {
+	g := fakegpu.New()
+	t.Cleanup(func() { g.Empty(t) })
+	var told []error
+	open := wraps(overNIC(t, g), Options{Device: g, Refused: func(why error) { told = append(told, why) }})
+	a, b := overtest.Open(t, "a", open), overtest.Open(t, "b", open)
+	connect(t, a, b)
+	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
+	short := func(times int) { fakeverbs.Fail("ibv_reg_dmabuf_mr", unix.ENOMEM, 0, times) }
+
+	short(1)
+	_, err := a.F.Register(src)
+	require.ErrorIs(t, err, unix.ENOMEM)
+	require.Empty(t, a.F.regions, "it is not staged")
+	require.Empty(t, a.C.Peer().Why)
+	require.Empty(t, told)
+
+	k := b.Key(t, dst)
+	a.Post(t, write(k, src, transport.Point{})) // staged, so that a Conn has buffers
+	until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
+	a.C.Close()
+	b.C.Close()
+	until(t, a, b, func() bool { return len(a.F.pools) == 1 })
+	require.True(t, a.F.pools[0].known)
+	short(1)
+	direct := a.Key(t, src)
+	require.False(t, ofShadow(direct))
+	require.False(t, a.F.pools[0].known)
+	a.Free(t, direct)
+
+	b.C = nil
+	connect(t, a, b)
+	src.Scarce = true
+	short(1)
+	shadow := a.Key(t, src)
+	require.True(t, ofShadow(shadow))
+	refused()
+	a.Free(t, a.Key(t, onGPU(t, g, 4096, 1)))
+	require.Regexp(t, "^some tensors of gpu 0 go through host memory: verbs: register 4096 bytes at .* of gpu 0 for GPUDirect: by dma-buf: .*invalid argument; by nvidia-peermem: ", a.C.Peer().Why)
+	require.Len(t, told, 1)
+	require.ErrorIs(t, told[0], unix.ENOMEM)
+	require.Empty(t, b.C.Peer().Why)
+	a.Free(t, shadow)
+	b.Free(t, k)
+}
+
 // TestDirectGone: a source whose key goes before its point has passed ends the Conn. No CPU looks at it.
 func TestDirectGone(t *testing.T) {
 	g := fakegpu.New()

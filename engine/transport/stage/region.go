@@ -78,8 +78,8 @@ func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
 	case carry != 0:
 		return transport.Key{}, fmt.Errorf("stage: register %d bytes at %#x: not a range of addresses", m.Len, m.Addr)
 	}
-	if k, taken := f.registerDirect(m); taken {
-		return k, nil
+	if k, taken, err := f.registerDirect(m); taken || err != nil {
+		return k, err
 	}
 	r := &region{Region: m, f: f}
 	var err error
@@ -101,7 +101,7 @@ func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
 // spareLimit bounds how long register waits until what it has given up is not locked any more.
 const spareLimit = 64 * time.Millisecond
 
-// register registers host memory with inner. If no more memory can be locked, it gives up what it can spare, and tries again.
+// register registers memory with inner. If no more memory can be locked, it gives up what it can spare, and tries again.
 func (f *Fabric) register(m mem.Region) (transport.Key, error) {
 	k, err := f.Fabric.Register(m)
 	if errors.Is(err, unix.ENOMEM) && f.spare() {

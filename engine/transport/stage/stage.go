@@ -27,6 +27,7 @@ package stage
 import (
 	"errors"
 	"fmt"
+	"sync/atomic"
 
 	"fserver/engine/gpu"
 	"fserver/engine/transport"
@@ -42,6 +43,9 @@ type Options struct {
 	HasGPU func(hello []byte) bool
 	// Events is that of gpu.Calls.
 	Events bool
+	// Refused, if set, is told once why inner has not taken memory of the GPU, which it takes in general. It is called by a
+	// Register and must not call the Fabric.
+	Refused func(why error)
 	// Later is that of the Device, for all who share it; nil: nobody does.
 	Later *gpu.Later
 }
@@ -53,6 +57,8 @@ type Fabric struct {
 	regions map[uint64]*region // GPU memory, by the IDs of its keys
 	in      landing
 	direct  direct
+	denied  atomic.Pointer[string] // why inner has not taken memory of the GPU, the last time; nil: it has taken all
+	warn    func(error)            // Options.Refused
 	// The buffers of senders that have ended. Inner knows them until it is closed, or needs the memory that is locked for them.
 	pools, broken []pool
 }
@@ -60,7 +66,7 @@ type Fabric struct {
 // Wrap puts a Fabric over inner, which the Fabric's Close closes. With an error, inner is
 // still the caller's.
 func Wrap(inner transport.Fabric, o Options) (*Fabric, error) {
-	f := &Fabric{regions: map[uint64]*region{}}
+	f := &Fabric{regions: map[uint64]*region{}, warn: o.Refused}
 	err := f.Begin("stage", link.StageMark, f, inner, gpu.Calls{Dev: o.Device, Later: o.Later, Events: o.Events})
 	if o.Device == nil {
 		f.Wraps = func(in transport.Conn) bool { return o.HasGPU != nil && o.HasGPU(in.Peer().Hello) }
