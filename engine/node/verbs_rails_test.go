@@ -161,6 +161,30 @@ func TestBrokenNIC(t *testing.T) {
 			m.stop()
 		})
 	}
+	for broken := range 3 {
+		for _, role := range []conf.Role{conf.Worker, conf.Server} {
+			t.Run(fmt.Sprint("one of three: ", broken, " of the ", role), func(t *testing.T) {
+				fakes(t)
+				fakeverbs.Set("devices", 3)
+				m := newMesh(t, func(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
+					if cfg.Role == role {
+						fakeverbs.Set("down", 2<<broken)
+						defer fakeverbs.Set("down", 0)
+					}
+					return openFabrics(cfg, g, log)
+				}, shape{1, 1, 1}, "FSERVER_TRANSPORT=verbs", "FSERVER_RDMA_DEVICE=fake0,fake1,fake2")
+				m.exchange(t, 5)
+				for i, x := range m.whole(t, 2) {
+					require.Equal(t, i == broken, x.Why != "", "%+v", x)
+				}
+				oneOf(t, m, 2<<20, 1)
+				for i, x := range m.members() {
+					require.Equal(t, i != broken, x.Sent > 1<<20, "%+v", x)
+				}
+				m.stop()
+			})
+		}
+	}
 	t.Run("all", func(t *testing.T) {
 		fakes(t)
 		fakeverbs.Set("down", 1)

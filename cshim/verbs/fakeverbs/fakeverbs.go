@@ -164,7 +164,7 @@ func Unpeer(start, n uint64) {
 
 // Count is how many there are or have been: "contexts", "queues", "pairs", "regions", pairs that
 // send over "port1" and "port2" of a bond, and different "flows" of pairs, that exist; "tc", "sl", "mtu", "timeout" and "retries" of the
-// pair that was joined last; "registered", "dmabufs" (of those), "reads", "doorbells", "requests", "receives", "polls" and
+// pair that was joined last; "registered", "dmabufs" and "relaxed" (of those), "reads", "doorbells", "requests", "receives", "polls" and
 // "completions" so far.
 func Count(name string) int {
 	s := C.CString(name)

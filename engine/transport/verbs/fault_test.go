@@ -406,6 +406,80 @@ func TestReadOnlySource(t *testing.T) {
 	require.Equal(t, r.Len, n)
 }
 
+// TestRelaxedOrdering: memory that travels is registered so that the PCI bus may reorder its bytes, as a source alone too.
+func TestRelaxedOrdering(t *testing.T) {
+	w := newTwo(t)
+	before := fakeverbs.Count("relaxed")
+	_, err := w.f[0].Register(w.memory(4096))
+	require.NoError(t, err)
+	require.Equal(t, before+1, fakeverbs.Count("relaxed"))
+	fakeverbs.Fail("ibv_reg_mr", syscall.EFAULT, 0, 1)
+	_, err = w.f[0].Register(w.memory(4096))
+	require.NoError(t, err)
+	require.Equal(t, before+2, fakeverbs.Count("relaxed"))
+}
+
+// TestListenerSendsFirst: the listener, whose queue pair is joined first, sends nothing before the dialer's is joined too, and
+// what it sends then arrives, also before the dialer has polled.
+func TestListenerSendsFirst(t *testing.T) {
+	w := newTwo(t)
+	fakeverbs.Set("hold", 1) // what the dialer greets with
+	before := fakeverbs.Count("requests")
+	var a transport.Conn
+	over := make(chan error, 1)
+	go func() {
+		var err error
+		a, err = w.f[0].Connect(context.Background(), w.f[1].Addr())
+		over <- err
+	}()
+	w.until("both are joined", func() bool { return fakeverbs.Count("requests") > before })
+	for range 100 {
+		w.poll()
+		time.Sleep(100 * time.Microsecond)
+	}
+	require.Empty(t, w.fresh[1], "the dialer is not ready")
+	fakeverbs.Set("hold", 0)
+	dialer := w.f[0]
+	w.f[0] = w.f[1] // nobody polls the dialer
+	w.until("the listener hears of it", func() bool { return len(w.fresh[0])+len(w.fresh[1]) > 0 })
+	w.frame(append(w.fresh[0], w.fresh[1]...)[0], []byte("at once"))
+	require.NoError(t, <-over)
+	w.f[0] = dialer
+	w.until("it arrives", func() bool { return len(w.frames[0]) == 1 })
+	require.Equal(t, "at once", string(w.frames[0][0]))
+	w.echo(a.(*Conn))
+}
+
+// TestEvents: what the device tells of a queue pair ends its Conn, and of the completion queue all Conns of the Fabric, with
+// the reason, whether the user polls or sleeps.
+func TestEvents(t *testing.T) {
+	for _, kind := range []rdma.EventType{rdma.CQError, rdma.QPFatal, rdma.QPRequest, rdma.QPAccess} {
+		for _, sleeps := range []bool{false, true} {
+			w := newTwo(t)
+			a, b := w.pair()
+			other, _ := w.pair()
+			w.echo(a)
+			fakeverbs.Event(0, int(kind), 0, a.number)
+			if sleeps {
+				woken, err := transporttest.Woken(10*time.Second, w.f[0])
+				require.NoError(t, err)
+				require.Len(t, woken, 1)
+			}
+			w.until("both ends go down", func() bool { return w.down[0][a] != nil && w.down[1][b] != nil })
+			require.ErrorContains(t, w.down[0][a], kind.String())
+			require.ErrorContains(t, w.down[1][b], "the peer: ")
+			require.ErrorContains(t, w.down[1][b], kind.String())
+			if kind == rdma.CQError {
+				w.until("the other one too", func() bool { return w.down[0][other] != nil })
+				require.ErrorContains(t, w.down[0][other], kind.String())
+			} else {
+				require.Empty(t, w.down[0][other])
+				w.echo(other)
+			}
+		}
+	}
+}
+
 // TestUnreachable: Connect notices that the queue pair does not reach the peer's, and says by which
 // addresses.
 func TestUnreachable(t *testing.T) {

@@ -378,9 +378,10 @@ func descriptors(t *testing.T) int {
 func TestWays(t *testing.T) {
 	withoutModule(t)
 	w := newGPUPair(t, nil)
-	before := fakeverbs.Count("dmabufs")
+	before, relaxed := fakeverbs.Count("dmabufs"), fakeverbs.Count("relaxed")
 	r, _ := w.alloc(0, 4096)
 	require.Equal(t, before+1, fakeverbs.Count("dmabufs"))
+	require.Equal(t, relaxed+1, fakeverbs.Count("relaxed"))
 	fakeverbs.Fail("ibv_reg_dmabuf_mr", unix.EINVAL, 0, 1)
 	var why *DirectError
 	_, err := w.f[0].Register(r)

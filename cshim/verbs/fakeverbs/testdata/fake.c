@@ -387,6 +387,7 @@ static struct ibv_mr *taken(struct mr *m, struct ibv_pd *v, size_t length,
   locked += m->pieces ? 0 : (long)length;
   count("regions", 1);
   count("registered", 1);
+  count("relaxed", m->access & IBV_ACCESS_RELAXED_ORDERING ? 1 : 0);
   unlock();
   return &m->mr;
 }
