@@ -334,7 +334,7 @@ class Opener:
     ) -> tuple[str, list[Any], str]:
         """Returns the path that all servers take, what each says to the device, and why the path
         is not the mode."""
-        answers = []
+        answers: list[dict[str, Any]] = []
         for i, share in enumerate(into):
             theirs = self._hear(handle, how, i)
             if "refused" in theirs:
@@ -342,7 +342,7 @@ class Opener:
             _same(i, how.mode, theirs, out, share)
             answers.append(theirs)
         reason = "; ".join(filter(None, map(describe.reason, answers)))
-        paths = {theirs.get("path") for theirs in answers}
+        paths: set[Any] = {theirs.get("path") for theirs in answers}
         if len(paths) > 1:
             raise ConfigError(
                 "channel: this GPU can reach the GPUs of some servers only "
