@@ -91,20 +91,12 @@ func openFabrics(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transpo
 		if err == nil {
 			f, err = join(cfg, d, e, f)
 		}
-		var no *transport.ErrUnavailable
 		switch {
 		case err == nil:
 			list = append(f, list...)
 		case cfg.Transport != conf.Auto:
 			closeAll(list)
-			if errors.As(err, &no) {
-				remedy := "set FSERVER_TRANSPORT=auto"
-				if no.Remedy != "" {
-					remedy = no.Remedy + ", or " + remedy
-				}
-				err = &settingError{fmt.Sprintf("FSERVER_TRANSPORT=%s: %s (%s)", cfg.Transport, no.Reason, remedy), err}
-			}
-			return nil, err
+			return nil, demanded(cfg, err)
 		default:
 			log.Log(onceWarn(d.Name), "cannot use the transport "+d.Name, zap.Error(err))
 			failed[d.Name] = err
@@ -114,6 +106,19 @@ func openFabrics(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transpo
 		return list, nil
 	}
 	return list, failed
+}
+
+// demanded is the error of a node whose settings name a transport that cannot be opened.
+func demanded(cfg *conf.Config, err error) error {
+	var no *transport.ErrUnavailable
+	if !errors.As(err, &no) {
+		return err
+	}
+	remedy := "set FSERVER_TRANSPORT=auto"
+	if no.Remedy != "" {
+		remedy = no.Remedy + ", or " + remedy
+	}
+	return &settingError{fmt.Sprintf("FSERVER_TRANSPORT=%s: %s (%s)", cfg.Transport, no.Reason, remedy), err}
 }
 
 // warned holds the names of the drivers that this process has warned of.

@@ -1,6 +1,7 @@
 package node
 
 import (
+	"errors"
 	"fmt"
 	"time"
 
@@ -22,6 +23,9 @@ type card struct {
 	log *zap.Logger
 }
 
+// visible is the remedy where there is no GPU for the transport that is named.
+const visible = "unset FSERVER_TRANSPORT, or make the GPU that STEPMESH_GPU names visible to this process"
+
 // openGPU finds the GPU that the settings ask for; nil: tensors are on the CPU.
 func openGPU(cfg *conf.Config, find gpu.Opener, log *zap.Logger) (*card, error) {
 	named := named(cfg)
@@ -40,6 +44,10 @@ func openGPU(cfg *conf.Config, find gpu.Opener, log *zap.Logger) (*card, error) 
 	case cfg.Backend == conf.GPU:
 		return nil, badSetting("STEPMESH_BACKEND=GPU: %v", err)
 	case named.GPU:
+		var no *transport.ErrUnavailable
+		if errors.As(err, &no) { // the remedy of its own may be STEPMESH_BACKEND=CPU
+			err = &transport.ErrUnavailable{Transport: no.Transport, Reason: no.Reason, Remedy: visible}
+		}
 		return nil, badSetting("FSERVER_TRANSPORT=%s: %v", named.Name, err)
 	}
 	log.Debug("tensors are on the CPU", zap.Error(err))

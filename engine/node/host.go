@@ -5,8 +5,10 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net"
 	"net/netip"
 	"runtime"
+	"slices"
 	"time"
 
 	"go.uber.org/zap"
@@ -51,7 +53,9 @@ type hostDescription struct {
 	Rails  []topo.Rail       `json:"auto_rails"` // each interface, and whether auto uses it
 	Listen string            `json:"listen"`
 	NoAddr string            `json:"listen_error"`
-	NoGPU  string            `json:"gpu_error"` // of settings that demand one
+	NoGPU  string            `json:"gpu_error"`       // of settings that demand one
+	NoWay  string            `json:"transport_error"` // of settings that name a transport
+	Lost   []string          `json:"device_errors"`   // of devices of that transport; others work
 	Engine map[string]any    `json:"engine"`
 	Ways   []foundWay        `json:"transports"`
 }
@@ -61,9 +65,11 @@ type gpuPath struct {
 	NVLinks int           `json:"nvlinks"`
 }
 
-// foundWay is what a driver says of this host.
+// foundWay is what a driver says of itself and of this host.
 type foundWay struct {
 	Name     string              `json:"name"`
+	Over     string              `json:"over"`   // the transport whose connections it uses; empty: its own
+	Inside   bool                `json:"inside"` // it reaches processes of this host alone
 	Findings []transport.Finding `json:"findings"`
 }
 
@@ -71,20 +77,63 @@ type foundWay struct {
 // with these settings would make of it. Settings that are wrong count as none.
 func DescribeHost(settings []string) ([]byte, error) {
 	h := topo.Local().Read()
-	d := hostDescription{Host: h, GPUNIC: [][]topo.Distance{}, GPUGPU: [][]gpuPath{}}
+	d := hostDescription{Host: h, GPUNIC: [][]topo.Distance{}, GPUGPU: [][]gpuPath{}, Lost: []string{}}
+	d.distances()
+	cfg, whole := settled(settings)
+	d.Ways = foundWays(cfg)
 	var names []string
-	for _, w := range all.Drivers() {
+	for _, w := range d.Ways {
 		names = append(names, w.Name)
-		found := foundWay{w.Name, []transport.Finding{}}
-		if w.Probe != nil {
-			found.Findings = w.Probe()
-		}
-		d.Ways = append(d.Ways, found)
 	}
 	d.Engine = map[string]any{
 		"version": Version, "wire": wire.Version, "go": runtime.Version(),
 		"transports": names, "backends": []string{conf.CPU.String(), conf.GPU.String()},
 	}
+	if whole {
+		var err error
+		if d.Listen, err = address(cfg); err != nil {
+			d.NoAddr = err.Error()
+		}
+	}
+	d.try(cfg)
+	d.Auto, d.Rails = choose(h, cfg, d.Listen), railsAt(h, cfg, d.Listen)
+	return json.Marshal(d)
+}
+
+// settled is what the settings say. If they do not describe a process of a cluster, whole is false, and they count as
+// those of a worker; if they are wrong, they count as none.
+func settled(settings []string) (cfg *conf.Config, whole bool) {
+	if cfg, _, err := conf.Parse(settings, all.Ways()); err == nil {
+		return cfg, true
+	}
+	worker := []string{"DMLC_ROLE=worker", "DMLC_PS_ROOT_PORT=1"}
+	cfg, _, err := conf.Parse(slices.Concat(worker, settings), all.Ways())
+	if err != nil {
+		cfg, _, _ = conf.Parse(worker, all.Ways()) // cannot fail
+	}
+	return cfg, false
+}
+
+// foundWays are the transports of this build.
+func foundWays(cfg *conf.Config) (ways []foundWay) {
+	inside := map[string]bool{}
+	drivers := all.Drivers()
+	for i := range drivers {
+		inside[drivers[i].Name] = drivers[i].Inside
+	}
+	for _, d := range drivers {
+		w := foundWay{d.Name, d.Over, inside[d.Name] || inside[d.Over], []transport.Finding{}}
+		if d.Probe != nil {
+			w.Findings = d.Probe(cfg)
+		}
+		ways = append(ways, w)
+	}
+	return ways
+}
+
+// distances fills GPUNIC and GPUGPU.
+func (d *hostDescription) distances() {
+	h := d.Host
 	for i := range h.GPUs {
 		g := &h.GPUs[i]
 		nics, gpus := []topo.Distance{}, []gpuPath{}
@@ -96,21 +145,51 @@ func DescribeHost(settings []string) ([]byte, error) {
 		}
 		d.GPUNIC, d.GPUGPU = append(d.GPUNIC, nics), append(d.GPUGPU, gpus)
 	}
-	cfg, _, err := conf.Parse(settings, all.Ways())
-	if err != nil {
-		cfg = &conf.Config{}
-	} else {
-		if d.Listen, err = address(cfg); err != nil {
-			d.NoAddr = err.Error()
-		}
-		if cfg.Backend == conf.GPU || named(cfg).GPU {
-			if _, err = openGPU(cfg, gpu.Find, zap.NewNop()); err != nil {
-				d.NoGPU = err.Error()
-			}
+}
+
+// try opens the GPU and the transport that the settings demand, as a node does.
+func (d *hostDescription) try(cfg *conf.Config) {
+	if cfg.Backend == conf.GPU || named(cfg).GPU {
+		if _, err := openGPU(cfg, gpu.Find, zap.NewNop()); err != nil {
+			d.NoGPU = err.Error()
+			return
 		}
 	}
-	d.Auto, d.Rails = choose(h, cfg, d.Listen), railsAt(h, cfg, d.Listen)
-	return json.Marshal(d)
+	drivers := all.Drivers()
+	for i := range drivers[:len(drivers)-1] { // that the last one listens at an address is not tested here
+		w := &drivers[i]
+		if cfg.Role == conf.Scheduler || cfg.Transport == conf.Auto || d.NoAddr != "" || absent(cfg, w) || excluded(cfg, w) != "" {
+			continue
+		}
+		lost, err := tryDriver(cfg, w, net.JoinHostPort(d.Listen, "0"))
+		d.Lost = append(d.Lost, lost...)
+		if err != nil {
+			d.NoWay = demanded(cfg, err).Error()
+		}
+	}
+}
+
+// tryDriver opens a transport as openFabrics does, and closes it. lost are the errors of devices that are done without.
+func tryDriver(cfg *conf.Config, d *transport.Driver, at string) (lost []string, err error) {
+	log := zap.NewNop()
+	over, err := railsOf(cfg, log)
+	if err != nil {
+		return nil, err
+	}
+	e := environment(cfg, newGate(cfg), log, at)
+	e.Hosts = devicesAt(over)
+	opened, err := d.Open(e)
+	if err != nil {
+		return nil, err
+	}
+	for _, f := range opened {
+		if a, ok := f.(*transport.Absent); ok {
+			lost = append(lost, fmt.Sprintf("%s: %v", a.Device, a.Why))
+		}
+	}
+	opened, err = join(cfg, d, e, opened)
+	closeAll(opened)
+	return lost, err
 }
 
 // probe is the JSON of Probe.

@@ -222,7 +222,7 @@ func TestProbeRDMA(t *testing.T) {
 			if d.Named == nil {
 				continue
 			}
-			found := d.Probe()
+			found := d.Probe(nil)
 			require.Len(t, found, 2)
 			require.Equal(t, "fake0", found[0].What)
 			require.Equal(t, c.state, found[0].State)

@@ -25,8 +25,9 @@ type Driver struct {
 	Plain bool
 	// GPU says that it is for GPU tensors alone.
 	GPU bool
-	// Probe says what works on this host, and what does not and why: for the doctor.
-	Probe func() []Finding
+	// Probe says what works on this host with these settings, and what does not and why: for the doctor. Nil: nothing is
+	// said.
+	Probe func(*conf.Config) []Finding
 	// Open opens a Fabric for each device that is to be used. One of several that does not work is a *Absent. It is
 	// an *ErrUnavailable where none works, or is not to be used with these settings. Nil: see Wrap.
 	Open func(*Env) ([]Fabric, error)
@@ -70,7 +71,23 @@ type Finding struct {
 	State  State  `json:"state"` // whether it can be used
 	Text   string `json:"text"`
 	Remedy string `json:"remedy"` // what the user can do, or empty
+	// Test names a test of two processes, which the doctor makes: State and Text hold if it succeeds. Remedy is for where
+	// another Test would succeed. Empty: there is no test.
+	Test Test `json:"test"`
+	// Fails and Else take the place of State and Text where Test fails. With No, the transport cannot be used.
+	Fails State  `json:"fails"`
+	Else  string `json:"else"`
 }
+
+// Test is a test that the doctor makes with two processes of this user.
+type Test string
+
+// The tests: whether one process can write into the memory of another, and whether it can once that one has called
+// prctl(PR_SET_PTRACER).
+const (
+	WritesMemory          Test = "process_vm_writev"
+	WritesPermittedMemory Test = "process_vm_writev, PR_SET_PTRACER"
+)
 
 // State is a judgement.
 type State string

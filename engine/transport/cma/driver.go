@@ -15,6 +15,7 @@ var Driver = transport.Driver{
 			"whether the process permits other processes of its user to write into its memory (PR_SET_PTRACER) where the kernel permits that to parents only (kernel.yama.ptrace_scope=1). `cma` needs this to copy directly"),
 	}},
 	Inside: true,
+	Probe:  findings,
 	Open: func(e *transport.Env) ([]transport.Fabric, error) {
 		o, err := link.From(e)
 		if err != nil {
@@ -26,4 +27,22 @@ var Driver = transport.Driver{
 		}
 		return []transport.Fabric{f}, nil
 	},
+}
+
+// findings says how writes travel, which depends on what the kernel permits between two processes.
+func findings(c *conf.Config) []transport.Finding {
+	f := transport.Finding{
+		State: transport.Yes, Text: "one copy", Test: transport.WritesPermittedMemory,
+		Fails: transport.Note, Else: "two copies through shared memory",
+	}
+	if !conf.Get[bool](c, "FSERVER_PTRACER") {
+		f.Test, f.Remedy = transport.WritesMemory, "unset FSERVER_PTRACER"
+	}
+	switch conf.Get[Mode](c, "FSERVER_CMA") {
+	case Direct:
+		f.Fails, f.Else = transport.No, "FSERVER_CMA=direct cannot be had"
+	case Staged:
+		f = transport.Finding{State: transport.Yes, Text: f.Else + " (FSERVER_CMA=staged)"}
+	}
+	return []transport.Finding{f}
 }

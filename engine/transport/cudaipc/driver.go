@@ -29,10 +29,10 @@ func Driver(over string) transport.Driver {
 }
 
 // probe counts the GPUs that CUDA shows to this process.
-func probe() []transport.Finding {
+func probe(*conf.Config) []transport.Finding {
 	var why *transport.ErrUnavailable
 	if _, err := gpu.Find(0); errors.As(err, &why) {
-		return []transport.Finding{{State: transport.No, Text: "no GPU: " + strings.TrimPrefix(why.Reason, "cuda: "), Remedy: "use tcp, or " + why.Remedy}}
+		return []transport.Finding{{State: transport.No, Text: "no GPU: " + strings.TrimPrefix(why.Reason, "cuda: "), Remedy: why.Remedy}}
 	}
 	n, _ := cuda.Count() // Find has counted them just now
 	return []transport.Finding{{State: transport.Yes, Text: fmt.Sprintf("GPUs that this process sees: %d", n)}}

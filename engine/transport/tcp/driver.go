@@ -28,7 +28,7 @@ var Driver = transport.Driver{
 }
 
 // probe connects over the loopback addresses.
-func probe() []transport.Finding {
+func probe(*conf.Config) []transport.Finding {
 	var families []string
 	var why error
 	for _, family := range []struct{ name, at string }{{"IPv4", "127.0.0.1:0"}, {"IPv6", "[::1]:0"}} {

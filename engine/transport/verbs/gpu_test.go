@@ -585,7 +585,7 @@ func TestProbeGPU(t *testing.T) {
 		t.Skip(err)
 	}
 	find := func(what string) (f transport.Finding, found bool) {
-		for _, f := range probe() {
+		for _, f := range probe(nil) {
 			if f.What == what {
 				return f, true
 			}

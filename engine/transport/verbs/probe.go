@@ -9,11 +9,12 @@ import (
 
 	"fserver/cshim/cuda"
 	rdma "fserver/cshim/verbs"
+	"fserver/engine/conf"
 	"fserver/engine/transport"
 )
 
 // probe says of the library and of each device whether they can be used.
-func probe() []transport.Finding {
+func probe(*conf.Config) []transport.Finding {
 	names, err := listDevices("")
 	if no := (*transport.ErrUnavailable)(nil); errors.As(err, &no) {
 		what := "devices"
