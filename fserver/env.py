@@ -79,6 +79,18 @@ def settings(values: dict[str, str], arguments: Set[str] = frozenset()) -> dict[
     return found
 
 
+def transports() -> list[dict[str, Any]]:
+    """The transports of this build, the best first; the last one reaches every peer.
+
+    Keys: ``name``, ``over`` (the transport whose connections it uses, or empty), ``inside``
+    (whether it reaches processes of this host only), ``findings`` (what `fserver doctor` prints).
+
+    Raises LoadError where there is no engine.
+    """
+    found: list[dict[str, Any]] = json.loads(_loader.engine().host([]))["transports"]
+    return found
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """The settings as text of at most 100 columns."""
     lines = []

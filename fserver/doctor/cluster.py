@@ -1,6 +1,5 @@
 """Tests whether a process of the cluster that the environment describes can start on this host."""
 
-import fnmatch
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -8,12 +7,12 @@ from typing import Any
 from fserver import env
 from fserver.node import environment
 
-from . import cma, names
-from .host import SHARED_MEMORY, TRANSPORTS
-from .report import Check, Report
+from . import names
+from .report import Check, Report, refused
 
 TITLE = "Cluster"
 HOSTED = "FSERVER_HOST_SCHEDULER"
+AUTO = "set FSERVER_TRANSPORT=auto"
 NONE = Check(
     "settings",
     "info",
@@ -41,12 +40,11 @@ def check(report: Report, values: dict[str, str], host: dict[str, Any]) -> None:
     of = {s["name"]: s["value"] for s in found["settings"]}
     role = of["DMLC_ROLE"]
     report.add(TITLE, _settings(of, role) if described else NONE)
-    shared = next(c for c in report.sections[TRANSPORTS] if c.name == SHARED_MEMORY)
-    report.add(TITLE, *_transport(of, role, shared))
     if role != "scheduler":
-        report.add(TITLE, *_interfaces(of, host), *_rdma(of, host))
+        report.add(TITLE, *_demanded(of["FSERVER_TRANSPORT"], host))
+        report.add(TITLE, *_interfaces(of, host))
     if described:
-        report.add(TITLE, *_gpu(host), *_addresses(of, role, host), *_secret(of, host))
+        report.add(TITLE, *_addresses(of, role, host), *_secret(of, host))
 
 
 def _settings(of: dict[str, str], role: str) -> Check:
@@ -55,34 +53,21 @@ def _settings(of: dict[str, str], role: str) -> Check:
     return Check("settings", "yes", text)
 
 
-def _gpu(host: dict[str, Any]) -> Iterator[Check]:
+def _demanded(name: str, host: dict[str, Any]) -> Iterator[Check]:
+    """Yields why this process cannot have the GPU or the transport that the settings demand: what
+    the engine could not open, and the tests of two processes that failed."""
     if host["gpu_error"]:
-        text, _, remedy = host["gpu_error"].rpartition(" (")
-        remedy = remedy.rstrip(")")
-        if text.startswith("FSERVER_TRANSPORT=cudaipc: "):  # which STEPMESH_BACKEND=CPU refuses too
-            remedy = (
-                "unset FSERVER_TRANSPORT, or make the GPU that STEPMESH_GPU names visible to this "
-                "process"
-            )
-        yield Check("device", "no", text, remedy, fatal=True)
-
-
-def _transport(of: dict[str, str], role: str, shared: Check) -> Iterator[Check]:
-    """Tests the transport that FSERVER_TRANSPORT demands. With auto, tcp always remains."""
-    name = f"FSERVER_TRANSPORT={of['FSERVER_TRANSPORT']}"
-    if role == "scheduler" or of["FSERVER_TRANSPORT"] not in ("cma", "cudaipc"):
-        return
-    if shared.state == "no":
-        text, remedy = f"{name}: {shared.text}", f"{shared.remedy} (or unset FSERVER_TRANSPORT)"
-        yield Check("transport", "no", text, remedy, fatal=True)
-    if of["FSERVER_CMA"] == "direct":
-        way, code = cma.probe()
-        text, remedy = cma.words(way, code)
-        if way == "ptracer" and of["FSERVER_PTRACER"] == "0":
-            way, remedy = "", "unset FSERVER_PTRACER"
-        if not way:
-            text, remedy = f"{name}, FSERVER_CMA=direct: {text}", f"{remedy} (or unset FSERVER_CMA)"
-            yield Check("transport", "no", text, remedy, fatal=True)
+        yield refused("device", host["gpu_error"], AUTO, fatal=True)
+    if host["transport_error"]:
+        yield refused("transport", host["transport_error"], AUTO, fatal=True)
+    for error in host["device_errors"]:
+        yield refused("transport", error, AUTO)
+    ways = {way["name"]: way for way in host["transports"]}
+    used = ways.get(name) and ways.get(ways[name]["over"], ways[name])
+    for f in used["findings"] if used else ():
+        if f["test"] and f["state"] == "no":
+            text = f"FSERVER_TRANSPORT={name}: {f['text']}"
+            yield Check("transport", "no", text, f"{f['remedy']}, or {AUTO}", fatal=True)
 
 
 def _interfaces(of: dict[str, str], host: dict[str, Any]) -> Iterator[Check]:
@@ -102,46 +87,6 @@ def _interfaces(of: dict[str, str], host: dict[str, Any]) -> Iterator[Check]:
             yield Check(f"interface {name}", "yes", f"{at}, up")
             continue
         yield Check(f"interface {name}", "no", text, remedy, fatal=not at)
-
-
-def _rdma(of: dict[str, str], host: dict[str, Any]) -> Iterator[Check]:
-    """Tests each RDMA device that is named. One of several that does not work is done without."""
-    devices = of["FSERVER_RDMA_DEVICE"].split(",") if of["FSERVER_RDMA_DEVICE"] else []
-    if of["FSERVER_TRANSPORT"] != "verbs":
-        return
-    verbs = next(way for way in host["transports"] if way["name"] == "verbs")
-    found = {f["what"]: f for f in verbs["findings"]}
-    if any(c in name for name in devices for c in "*^"):
-        yield _one_of(devices, found)
-        return
-    works = any(_finding(name, found)["state"] == "yes" for name in devices)
-    for name in devices:
-        f = _finding(name, found)
-        remedy = f["remedy"] or "correct FSERVER_RDMA_DEVICE (ibv_devinfo shows the devices)"
-        yes = f["state"] == "yes"
-        yield Check(
-            f"RDMA device {name}", f["state"], f["text"], "" if yes else remedy, fatal=not works
-        )
-
-
-def _finding(name: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What is known of the device in ``NAME`` or ``NAME:PORT``."""
-    none = {"state": "no", "text": "this host has no such RDMA device", "remedy": ""}
-    return found.get(name.partition(":")[0], none)
-
-
-def _one_of(patterns: list[str], found: dict[str, dict[str, Any]]) -> Check:
-    """Tests whether a device that the patterns stand for works."""
-    wanted = [p.removeprefix("^").partition(":")[0] for p in patterns]
-    named = [n for n in found if any(fnmatch.fnmatchcase(n, w) for w in wanted)]
-    if patterns[0].startswith("^"):
-        named = [n for n in found if n not in named]
-    works = [n for n in named if found[n]["state"] == "yes"]
-    what = f"RDMA device {','.join(patterns)}"
-    if works:
-        return Check(what, "yes", f"the first that is up of {', '.join(works)}")
-    text = "; ".join(f"{n}: {found[n]['text']}" for n in named) or "it stands for no device"
-    return Check(what, "no", text, "correct FSERVER_RDMA_DEVICE or NCCL_IB_HCA", fatal=True)
 
 
 def _addresses(of: dict[str, str], role: str, host: dict[str, Any]) -> Iterator[Check]:

@@ -15,13 +15,13 @@ from typing import Any
 import fserver
 from fserver import _loader, versions
 
-from . import cma
-from .report import Check, Report, size
+from . import two
+from .report import Check, Report, refused, size
 
 MIB = 1 << 20
 TRANSPORTS = "Transports"
 SHARED_MEMORY = "shared memory"
-SOFTWARE = ", software, which auto does not take unless FSERVER_RDMA_DEVICE names it"
+MAKE = "run `make af`"
 
 MODULES = (
     "nvidia", "nvidia_peermem", "gdrdrv", "mlx5_core", "mlx5_ib", "ib_core", "irdma", "efa",
@@ -36,7 +36,7 @@ def engine(report: Report, values: dict[str, str]) -> dict[str, Any] | None:
     try:
         extension = _loader.engine()
     except _loader.LoadError as e:
-        report.add(title, *_versions(None), _no("engine", e))
+        report.add(title, *_versions(None), refused("engine", str(e), MAKE, fatal=True))
         return None
     found: dict[str, Any] = (
         json.loads(extension.host([f"{n}={v}" for n, v in values.items()])) | kernel()
@@ -51,7 +51,7 @@ def engine(report: Report, values: dict[str, str]) -> dict[str, Any] | None:
         _loader.load()
     except _loader.LoadError as e:
         needed = values.get("DMLC_ROLE", "").lower() != "scheduler"
-        report.add(title, _no("tensors", e, fatal=needed))
+        report.add(title, refused("tensors", str(e), MAKE, fatal=needed))
     report.add(title, Check("kernel", "info", found["kernel"]), *_drivers(found))
     for note in found["notes"]:
         remedy = "the findings below may be incomplete; let this process read it"
@@ -59,12 +59,6 @@ def engine(report: Report, values: dict[str, str]) -> dict[str, Any] | None:
             title, Check("topology", "note", note, "" if "NVIDIA GPU at" in note else remedy)
         )
     return found
-
-
-def _no(name: str, error: _loader.LoadError, fatal: bool = True) -> Check:
-    text, _, remedy = str(error).rpartition(" (")
-    remedy = remedy.rstrip(")") if text else "run `make af`"
-    return Check(name, "no", text or str(error), remedy, fatal=fatal)
 
 
 def kernel(root: str = "/") -> dict[str, Any]:
@@ -126,10 +120,8 @@ def _drivers(found: dict[str, Any]) -> Iterator[Check]:
 def transports(report: Report, found: dict[str, Any]) -> None:
     """Reports for each transport whether it works here. The last one reaches everybody."""
     for way in found["transports"]:
-        if way["name"] == "cma":
-            report.add(TRANSPORTS, _cma())
-        else:
-            report.add(TRANSPORTS, *_findings(way, last=way is found["transports"][-1]))
+        way["findings"] = [_tested(f) for f in way["findings"]]
+        report.add(TRANSPORTS, *_findings(way, last=way is found["transports"][-1]))
     report.add(TRANSPORTS, _shared_memory(found["limits"]))
 
 
@@ -143,13 +135,14 @@ def _findings(way: dict[str, Any], last: bool) -> Iterator[Check]:
         yield Check(name, f["state"], text, f["remedy"], fatal=last)
 
 
-def _cma() -> Check:
-    """Tests two processes, which the engine cannot: it starts none."""
-    way, code = cma.probe()
-    text, remedy = cma.words(way, code)
-    if way:
-        return Check("cma", "yes", f"one copy, because {text}")
-    return Check("cma", "note", f"two copies through shared memory, because {text}", remedy)
+def _tested(f: dict[str, Any]) -> dict[str, Any]:
+    """Makes the test of two processes that a finding names, and returns what it comes to."""
+    if not f["test"]:
+        return f
+    works, why, remedy = two.test(f["test"], f["remedy"])
+    if works:
+        return {**f, "text": f"{f['text']}, because {why}", "remedy": ""}
+    return {**f, "state": f["fails"], "text": f"{f['else']}, because {why}", "remedy": remedy}
 
 
 def _shared_memory(limits: dict[str, Any]) -> Check:
@@ -157,7 +150,7 @@ def _shared_memory(limits: dict[str, Any]) -> Check:
     try:
         fd = os.memfd_create("fserver", os.MFD_CLOEXEC)
     except (OSError, AttributeError) as e:
-        remedy = "use tcp, or, in a container, a seccomp profile that allows memfd_create"
+        remedy = "in a container, use a seccomp profile that allows memfd_create"
         return Check(SHARED_MEMORY, "no", f"memfd_create fails: {e}", remedy)
     left, right = socket.socketpair(socket.AF_UNIX)
     try:
@@ -180,7 +173,7 @@ def _shared_memory(limits: dict[str, Any]) -> Check:
         os.close(fd)
     if not same:
         text = "two mappings of one descriptor do not show the same bytes"
-        return Check(SHARED_MEMORY, "no", text, "use tcp, and report this")
+        return Check(SHARED_MEMORY, "no", text, "report this")
     text = f"memfd works; /dev/shm has {size(limits['dev_shm_bytes'])}"
     return Check(SHARED_MEMORY, "yes", text)
 
@@ -263,19 +256,11 @@ def _nic(n: dict[str, Any]) -> str:
 
 
 def _rdma(d: dict[str, Any]) -> Check:
+    """What the kernel shows of a device. Whether it can be used is a finding of its transport."""
     ports = [f"port {p['number']} {p['link_layer']} {p['rate']}" for p in d["ports"] if p["active"]]
-    text = ", ".join(filter(None, ["RDMA device", *ports, d["pci"], _numa(d)]))
-    if not ports:
-        return Check(
-            d["name"],
-            "no",
-            f"{text}, no port has a link",
-            "check cable and switch (ibstat and `rdma link` show the ports)",
-        )
-    if not any("/uverbs" in node for node in d["nodes"]):
-        remedy = "in a container, add --device /dev/infiniband; else modprobe ib_uverbs"
-        return Check(d["name"], "no", f"{text}, it has no /dev/infiniband/uverbs* here", remedy)
-    return Check(d["name"], "yes", text + (SOFTWARE if d["software"] else ""))
+    parts = ["RDMA device", *(ports or ["no port has a link"]), d["pci"], _numa(d)]
+    parts.append("software" if d["software"] else "")
+    return Check(d["name"], "info", ", ".join(filter(None, parts)))
 
 
 def _matrix(names: list[str], rows: list[list[str]], width: int = 92) -> Iterator[str]:
@@ -331,7 +316,7 @@ def limits(report: Report, found: dict[str, Any]) -> None:
         2: "only root may access other processes",
     }
     text = f"{scope} ({names.get(scope, 'no process may access another one')})"
-    remedy = "for cma with one copy, set sysctl kernel.yama.ptrace_scope=1"
+    remedy = "for one copy between processes, set sysctl kernel.yama.ptrace_scope=1"
     report.add(
         title,
         _limit("ptrace scope", text if scope >= 0 else "no limit (no Yama)", scope > 1, remedy),

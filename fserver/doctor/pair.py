@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import fserver
+from fserver import env
 
 from . import names
 from .protocol import PAIR_LIMIT, Channel, ProtocolError, Type
@@ -21,7 +22,6 @@ SIZES = tuple(4**i for i in range(13))  # 1 B to 16 MiB
 SECONDS = 0.15  # for each size
 COUNT = 200  # exchanges of a size, at most
 WAIT_MS = 8000
-RDMA = "verbs"
 DEVICES = "`fserver doctor` on each host says which devices work, and what to do about the others"
 
 _busy = threading.Lock()  # a listener has one server at a time
@@ -174,25 +174,28 @@ def _verdict(found: dict[str, Any], wanted: str) -> Iterator[Check]:
     yield Check("bytes", "yes", text)
     way = here["transport"]
     yield Check("transport", "yes", f"{way} (FSERVER_TRANSPORT={wanted})")
-    for side, members in (("here", here["members"]), ("there", there["members"])):
-        yield from _members(side, members)
-    if way.startswith(RDMA):
-        yield Check("RDMA here", "yes", here["path"])
-        yield Check("RDMA there", "yes", there["path"])
-        whys = [w for w in here["reason"].split("; ") if not w.startswith(("cma", "cudaipc"))]
-        if any(whys):
-            yield Check("RDMA", "note", "; ".join(whys), DEVICES)
-        return
-    if wanted != "auto":
-        yield Check("RDMA", "info", f"not used, because FSERVER_TRANSPORT={wanted}")
-        return
-    said = [why for side in (here, there) for why in side["reason"].split("; ")]
-    whys = list(dict.fromkeys(why for why in said if why.startswith(f"{RDMA}:")))
+    for side, link in (("here", here), ("there", there)):
+        yield from _members(side, link["members"])
+        if link["path"]:
+            yield Check(f"path {side}", "yes", link["path"])
+    yield from _better(found, wanted, env.transports())
+
+
+def _better(found: dict[str, Any], wanted: str, ways: list[dict[str, Any]]) -> Iterator[Check]:
+    """Yields what speaks against the better transports between hosts, and against devices."""
+    sides = found["here"], found["there"]
+    way = sides[0]["transport"]
+    used = next((i for i, w in enumerate(ways) if way.startswith(w["name"])), 0)
+    others = [w["name"] for w in ways if w["inside"] or wanted not in ("auto", ways[used]["name"])]
+    said = dict.fromkeys(why for side in sides for why in side["reason"].split("; "))
+    whys = [why for why in said if why and not why.startswith(tuple(others))]
+    better = [w["name"] for w in ways[:used] if not w["inside"]]
     if whys:
-        yield Check("RDMA", "note", f"not used, tensors went by {way}: {'; '.join(whys)}", DEVICES)
-    else:
-        text = f"not used, tensors went by {way}: one of the hosts has no device that auto takes"
-        yield Check("RDMA", "info", text if way.startswith("tcp") else f"not needed: {way}")
+        text = f"tensors went by {way}: {'; '.join(whys)}"
+        yield Check("not used", "note", text, DEVICES)
+    elif better and wanted == "auto":
+        text = f"{', '.join(better)}: one of the hosts has no device that auto takes"
+        yield Check("not used", "info", text)
 
 
 def _members(side: str, members: list[dict[str, Any]]) -> Iterator[Check]:

@@ -128,7 +128,7 @@ def _node(
 ) -> bool:
     """Asks a node of fserver for its identity. Returns False if it is not a node that listens."""
     settings = {n: v for n, v in values.items() if n in SHARED or n.startswith("FSERVER_TLS")}
-    settings |= {"DMLC_ROLE": "worker", "FSERVER_TRANSPORT": "tcp"}
+    settings |= {"DMLC_ROLE": "worker"}
     settings |= {"DMLC_PS_ROOT_URI": address, "DMLC_PS_ROOT_PORT": str(port)}
     try:
         text = _loader.engine().probe([f"{n}={v}" for n, v in settings.items()], PROBE_LIMIT_MS)

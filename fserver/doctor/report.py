@@ -40,6 +40,13 @@ class Check:
         return [(self.state if i == 0 else "", line) for i, line in enumerate(lines or [first])]
 
 
+def refused(name: str, error: str, remedy: str, fatal: bool = False) -> Check:
+    """A "no" for an error of the engine, which ends with its remedy in brackets; else it is
+    `remedy`."""
+    text, _, own = error.rpartition(" (")
+    return Check(name, "no", text or error, own.rstrip(")") if text else remedy, fatal=fatal)
+
+
 @dataclass
 class Report:
     """Sections of findings, in the order in which they were added, and the data behind them."""

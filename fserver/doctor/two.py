@@ -1,4 +1,5 @@
-"""Tests whether one process of this user may write into the memory of another."""
+"""Tests whether one process of this user may write into the memory of another. The engine, which
+starts no process, names the test that a transport needs (engine/transport/driver.go)."""
 
 import ctypes
 import errno
@@ -23,6 +24,7 @@ done = write(int(sys.argv[1]), ctypes.byref(mine), one, ctypes.byref(theirs), on
 print(0 if done == 8 else ctypes.get_errno() or -1)
 """
 
+WRITES_PERMITTED = "process_vm_writev, PR_SET_PTRACER"
 _PR_SET_PTRACER = 0x59616D61
 _ANY = ctypes.c_ulong(-1)
 
@@ -43,21 +45,23 @@ def probe() -> tuple[str, int]:
     return "", code
 
 
-def words(way: str, code: int) -> tuple[str, str]:
-    """Returns the finding and the remedy for a result of probe."""
+def test(name: str, otherwise: str) -> tuple[bool, str, str]:
+    """Makes the test of this name. Returns whether it succeeds, the finding and the remedy.
+    `otherwise` is the remedy if the other test would succeed."""
+    way, code = probe()
     if way == "plain":
-        return "processes of this user can write into each other's memory", ""
+        return True, "processes of this user can write into each other's memory", ""
     if way == "ptracer":
-        text = "processes of this user can write into each other's memory if FSERVER_PTRACER=1"
-        return text, ""
+        text = "processes of this user can write into the memory of those that permit it"
+        return name == WRITES_PERMITTED, f"{text} (PR_SET_PTRACER)", otherwise
     if code == errno.ENOSYS:
         text = "this kernel has no process_vm_writev, or a sandbox forbids it"
-        return text, "in a container, use a seccomp profile that allows process_vm_writev"
+        return False, text, "in a container, use a seccomp profile that allows process_vm_writev"
     if code > 0:
         remedy = "set sysctl kernel.yama.ptrace_scope=1; in a container also --cap-add SYS_PTRACE"
-        return f"process_vm_writev fails: {os.strerror(code)}", remedy
+        return False, f"process_vm_writev fails: {os.strerror(code)}", remedy
     remedy = f"run `{sys.executable} -I -S -c pass` and correct what it reports"
-    return "a child process did not write into the memory of this process", remedy
+    return False, "a child process did not write into the memory of this process", remedy
 
 
 def _try() -> int:

@@ -18,7 +18,7 @@ from reports import Doctor, line, states
 import fserver
 from fserver import _loader, cli
 from fserver.doctor import cluster as described
-from fserver.doctor import cma, host
+from fserver.doctor import host, two
 from fserver.doctor.report import Check, Report, size
 
 SECRET = "a secret of decent length"
@@ -139,8 +139,8 @@ def test_a_broken_torch(tmp_path: Path, role: str, status: int) -> None:
     assert states(found, "Versions")["engine"] == states(found, "Transports")["tcp"] == "yes"
 
 
-def test_cma_probe() -> None:
-    way, code = cma.probe()
+def test_one_process_writes_into_another() -> None:
+    way, code = two.probe()
     assert (way in ("plain", "ptracer")) == (code == 0)
 
 
@@ -148,19 +148,32 @@ def test_cma_probe() -> None:
     ("result", "state", "word"),
     [
         (("plain", 0), "yes", "can write"),
-        (("ptracer", 0), "yes", "FSERVER_PTRACER=1"),
+        (("ptracer", 0), "yes", "PR_SET_PTRACER"),
         (("", 1), "note", "Operation not permitted"),
         (("", 38), "note", "this kernel has no"),
         (("", -1), "note", "did not write into"),
     ],
 )
-def test_cma(
+def test_a_finding_that_two_processes_decide(
     monkeypatch: pytest.MonkeyPatch, result: tuple[str, int], state: str, word: str
 ) -> None:
-    monkeypatch.setattr(cma, "probe", lambda: result)
-    check = host._cma()
-    assert check.state == state and word in check.text
-    assert bool(check.remedy) == (state != "yes")
+    monkeypatch.setattr(two, "probe", lambda: result)
+    asked = {
+        "what": "", "state": "yes", "text": "one copy", "remedy": "unset FSERVER_PTRACER",
+        "test": two.WRITES_PERMITTED, "fails": "note", "else": "two copies",
+    }  # fmt: skip
+    found = host._tested(asked)
+    assert found["state"] == state and word in found["text"]
+    assert found["text"].startswith("one copy, " if state == "yes" else "two copies, ")
+    assert bool(found["remedy"]) == (state != "yes")
+    found = host._tested({**asked, "test": "process_vm_writev"})
+    assert found["state"] == ("yes" if result[0] == "plain" else "note")
+    assert (found["remedy"] == "unset FSERVER_PTRACER") == (result[0] == "ptracer")
+    assert host._tested({**asked, "test": ""}) == {**asked, "test": ""}
+
+
+def finding(what: str, state: str, text: str, remedy: str = "") -> dict[str, str]:
+    return {"what": what, "state": state, "text": text, "remedy": remedy, "test": ""}
 
 
 def recorded(gpus: int) -> dict:
@@ -201,14 +214,16 @@ def recorded(gpus: int) -> dict:
         "transports": [
             {
                 "name": "nic",
+                "over": "",
                 "findings": [
-                    {"what": "mlx5_0", "state": "no", "text": "no link", "remedy": "see the cable"},
-                    {"what": "mlx5_2", "state": "yes", "text": "400 Gbit/s", "remedy": ""},
+                    finding("mlx5_0", "no", "no link", "see the cable"),
+                    finding("mlx5_2", "yes", "400 Gbit/s"),
                 ],
             },
             {
                 "name": "tcp",
-                "findings": [{"what": "", "state": "yes", "text": "IPv4", "remedy": ""}],
+                "over": "",
+                "findings": [finding("", "yes", "IPv4")],
             },
         ],
         "limits": {
@@ -252,8 +267,8 @@ def test_a_large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of["nic"].state == "yes" and of["nic"].text == "mlx5_2: 400 Gbit/s"
     assert of["nic: mlx5_0"].state == "no" and of["nic: mlx5_0"].remedy == "see the cable"
     assert of["tcp"].text == "IPv4" and not of["nic"].fatal and of["tcp"].fatal
-    assert of["mlx5_0"].state == "no" and "no port has a link" in of["mlx5_0"].text
-    assert of["mlx5_1"].state == "no" and "--device" in of["mlx5_1"].remedy
+    assert of["mlx5_0"].state == "info" and "no port has a link" in of["mlx5_0"].text
+    assert of["mlx5_1"].text == "RDMA device, port 1 Ethernet 400 Gb/sec"
     low = ("locked memory", "open files", "/dev/shm", "ptrace scope", "free cores", "clock")
     low += ("GPU queues",)
     assert {of[name].state for name in low} == {"note"}
@@ -386,7 +401,7 @@ def test_a_setting_that_is_wrong_without_a_cluster(
     name: str,
     word: str,
 ) -> None:
-    monkeypatch.setattr(cma, "probe", lambda: DENIED)
+    monkeypatch.setattr(two, "probe", lambda: DENIED)
     describe(monkeypatch, **settings)
     assert word in refusal(doctor, name)["text"]
 
@@ -427,31 +442,38 @@ def test_several_interfaces(doctor: Doctor, monkeypatch: pytest.MonkeyPatch, por
     assert line(found, "Cluster", "interface lo")["text"] == "127.0.0.1/8, up"
 
 
-def test_rdma_devices() -> None:
-    """One of several may fail."""
-    findings = [
-        {"what": "mlx5_0", "state": "yes", "text": "port 1 is active", "remedy": ""},
-        {"what": "mlx5_1", "state": "no", "text": "port 1 is not active", "remedy": "a cable"},
-    ]
-    host = {"transports": [{"name": "verbs", "findings": findings}]}
-    of = {"FSERVER_TRANSPORT": "verbs", "FSERVER_RDMA_DEVICE": "mlx5_0,mlx5_1,mlx5_2"}
-    good, broken, absent = described._rdma(of, host)
-    assert (good.name, good.state, good.text) == ("RDMA device mlx5_0", "yes", "port 1 is active")
-    assert (broken.state, broken.remedy, broken.fatal) == ("no", "a cable", False)
-    assert absent.text == "this host has no such RDMA device" and "ibv_devinfo" in absent.remedy
-    (alone,) = described._rdma({**of, "FSERVER_RDMA_DEVICE": "mlx5_1"}, host)
-    assert alone.fatal
-    assert not list(described._rdma({**of, "FSERVER_TRANSPORT": "auto"}, host))
-    for names, state, text in [
-        ("mlx5_0:1", "yes", "port 1 is active"),
-        ("mlx5_*", "yes", "the first that is up of mlx5_0"),
-        ("^mlx5_0", "no", "mlx5_1: "),
-        ("mlx4*,bnxt*", "no", "it stands for no device"),
-    ]:
-        (found,) = described._rdma({**of, "FSERVER_RDMA_DEVICE": names}, host)
-        assert (found.name, found.state) == (f"RDMA device {names}", state)
-        assert found.fatal == (state == "no")
-        assert text in found.text
+def test_a_transport_that_is_demanded() -> None:
+    """What a node cannot open is fatal; a device that it does without is not."""
+    host = {
+        "gpu_error": "",
+        "transport_error": "FSERVER_TRANSPORT=nic: no device (load its driver, or use another)",
+        "device_errors": ["nic1: not available: port 1 is not active (see the cable)"],
+        "transports": recorded(1)["transports"],
+    }
+    fatal, lost = described._demanded("nic", host)
+    assert (fatal.text, fatal.fatal) == ("FSERVER_TRANSPORT=nic: no device", True)
+    assert fatal.remedy == "load its driver, or use another"
+    assert (lost.state, lost.remedy, lost.fatal) == ("no", "see the cable", False)
+    (bare,) = described._demanded("auto", {**host, "transport_error": "a bug", "device_errors": []})
+    assert (bare.text, bare.remedy) == ("a bug", "set FSERVER_TRANSPORT=auto")
+
+
+@pytest.mark.parametrize("more", [{}, {"FSERVER_TLS": "1"}])
+def test_rdma_that_is_demanded(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, port: int, more: dict[str, str]
+) -> None:
+    """The doctor refuses what a worker refuses, and so does one of no cluster."""
+    if os.environ.get("FSERVER_TEST_RDMA") or Path("/sys/class/infiniband").exists():
+        pytest.skip("this host may have RDMA")
+    describe(monkeypatch, FSERVER_TRANSPORT="verbs", FSERVER_SECRET=SECRET, **more)
+    said = refusal(doctor, "transport")["text"]
+    assert said.startswith("FSERVER_TRANSPORT=verbs: ")
+    describe(monkeypatch, DMLC_ROLE="worker", DMLC_PS_ROOT_PORT=str(port))
+    assert refusal(doctor, "transport")["text"] == said
+    with pytest.raises(fserver.ConfigError, match=re.escape(said)):
+        fserver.Worker(connect=False)
+    monkeypatch.setenv("DMLC_ROLE", "scheduler")
+    assert doctor()[0] == 0
 
 
 @pytest.mark.parametrize("role", ["scheduler", "joint", "server", "worker"])
@@ -515,7 +537,7 @@ def test_a_gpu_that_is_demanded(
         (
             {"FSERVER_TRANSPORT": "cma", "FSERVER_CMA": "direct", "FSERVER_PTRACER": "0"},
             ("ptracer", 0),
-            "FSERVER_PTRACER=1",
+            "PR_SET_PTRACER",
         ),
         (
             {"FSERVER_TRANSPORT": "cma", "FSERVER_CMA": "direct", "FSERVER_PTRACER": "0"},
@@ -542,39 +564,25 @@ def test_one_copy_that_is_demanded(
 ) -> None:
     """Fatal only where there is nothing to fall back to."""
     describe(monkeypatch, **{"DMLC_ROLE": "server", "DMLC_PS_ROOT_PORT": str(port), **settings})
-    monkeypatch.setattr(cma, "probe", lambda: probe)
+    monkeypatch.setattr(two, "probe", lambda: probe)
     if not word:
         status, found = doctor()
         assert status == 0, found["sections"]["Cluster"]
     else:
         check = refusal(doctor, "transport")
-        assert check["text"].startswith("FSERVER_TRANSPORT=cma, FSERVER_CMA=direct: ")
-        assert word in check["text"] and "unset FSERVER_CMA" in check["remedy"]
+        assert check["text"].startswith("FSERVER_TRANSPORT=cma: FSERVER_CMA=direct ")
+        assert word in check["text"] and "set FSERVER_TRANSPORT=auto" in check["remedy"]
 
 
-@pytest.mark.parametrize(
-    ("transport", "status"), [("cma", 1), ("cudaipc", 1), ("auto", 0), ("tcp", 0)]
-)
-def test_shared_memory_that_is_demanded(
-    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, port: int, transport: str, status: int
-) -> None:
+def test_shared_memory_that_is_forbidden(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object) -> int:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
-    describe(
-        monkeypatch,
-        DMLC_ROLE="worker",
-        DMLC_PS_ROOT_PORT=str(port),
-        FSERVER_TRANSPORT=transport,
-    )
     monkeypatch.setattr(os, "memfd_create", forbidden)
-    got, found = doctor()
-    assert states(found, "Transports")["shared memory"] == "no"
-    assert got == status, found["sections"]["Cluster"]
-    if status:
-        check = line(found, "Cluster", "transport")
-        assert check["fatal"] and "seccomp" in check["remedy"]
-        assert check["text"].startswith(f"FSERVER_TRANSPORT={transport}: memfd_create fails: ")
+    status, found = doctor()
+    check = line(found, "Transports", "shared memory")
+    assert (status, check["state"]) == (0, "no")
+    assert "memfd_create fails: " in check["text"] and "seccomp" in check["remedy"]
 
 
 def test_an_open_cluster_is_noted() -> None:

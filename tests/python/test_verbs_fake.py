@@ -120,10 +120,10 @@ def test_doctors_over_rdma(library: Path) -> None:
         "fake1 port 1, GID 3 10.77.0.2 (RoCE v2) to GID 10.77.0.2, packets of 1024 bytes, "
         "traffic class 106"
     )
-    assert lines["RDMA here"]["text"] == lines["RDMA there"]["text"] == path
+    assert lines["path here"]["text"] == lines["path there"]["text"] == path
     assert lines["transport"]["text"] == "verbs (FSERVER_TRANSPORT=verbs)"
     assert "1 B to 16 MiB was right" in lines["bytes"]["text"]
-    assert "RDMA" not in lines
+    assert "not used" not in lines
     sizes = found["tensors"]["sizes"]
     assert [s["bytes"] for s in sizes] == [4**i for i in range(13)]
     assert all(s["count"] >= 3 and s["round_trip_us"] > 0 and s["gb_s"] >= 0 for s in sizes)
@@ -133,7 +133,7 @@ def test_doctors_over_several_queue_pairs(library: Path) -> None:
     settings = {"FSERVER_TRANSPORT": "verbs", "STEPAF_QP_NUM": "2"}
     status, _, lines = doctors(library, **settings)
     assert status == 0 and lines["transport"]["text"].startswith("verbs"), lines
-    assert lines["RDMA here"]["text"].startswith("fake0 port 1, GID 3 10.77.0.1 (RoCE v2) to GID ")
+    assert lines["path here"]["text"].startswith("fake0 port 1, GID 3 10.77.0.1 (RoCE v2) to GID ")
 
 
 @pytest.mark.parametrize(
@@ -145,15 +145,16 @@ def test_doctors_over_several_queue_pairs(library: Path) -> None:
             "no",
             "the listener cannot open a server: FSERVER_TRANSPORT=verbs: no RDMA device nosuch",
         ),
-        ({"FSERVER_TRANSPORT": "tcp"}, "RDMA", "info", "not used, because FSERVER_TRANSPORT=tcp"),
-        ({"BYTEPS_ENABLE_IPC": "0"}, "RDMA", "info", "not used, tensors went by tcp: one of"),
-        ({}, "RDMA", "info", "not needed: cma"),
+        ({"FSERVER_TRANSPORT": "tcp"}, "transport", "yes", "tcp (FSERVER_TRANSPORT=tcp)"),
+        ({"BYTEPS_ENABLE_IPC": "0"}, "not used", "info", "verbs: one of the hosts has no device"),
+        ({}, "transport", "yes", "cma"),
     ],
 )
 def test_doctors_without_rdma(
     library: Path, settings: dict[str, str], name: str, state: str, text: str
 ) -> None:
-    """Who asks for RDMA and gets none is told so; with auto the doctor says what carried."""
+    """Who asks for RDMA and gets none is told so. The doctor says what carried."""
     status, _, lines = doctors(library, **settings)
     assert (status, lines[name]["state"]) == (int(state == "no"), state), lines
     assert lines[name]["text"].startswith(text)
+    assert ("not used" in lines) == (name == "not used")
