@@ -3,7 +3,7 @@
 from . import pingpong
 
 MODEL = "--layers 61 --stages 3 --tensors 7 --sizes 128K:256K --ops push_pull"
-USUAL = "--transport tcp --rounds 5 --seconds 1"
+USUAL = "--rounds 5 --seconds 1"
 
 
 def main(argv: list[str]) -> int:

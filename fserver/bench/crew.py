@@ -297,7 +297,7 @@ class Crew:
 
 def transport_settings(transport: str) -> dict[str, str]:
     """The settings that choose a transport: all that a benchmark knows about the choice."""
-    return {"FSERVER_TRANSPORT": transport, "BYTEPS_ENABLE_IPC": "0" if transport == "tcp" else "1"}
+    return {"FSERVER_TRANSPORT": transport, "BYTEPS_ENABLE_IPC": "1"}
 
 
 def secret() -> dict[str, str]:

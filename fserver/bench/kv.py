@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from fserver import env
 from fserver.run import free_port
 from fserver.run.gpus import seen
 
@@ -42,12 +43,7 @@ PARSER = opts.parser(
     ("--places", opts.some_of(*PLACES), "local,joint", f"places, of {', '.join(PLACES)}"),
     ("--memory", opts.some_of(*MEMORY), "cpu", f"of workers:servers, of {', '.join(MEMORY)}"),
     ("--ops", opts.some_of(*OPS), ",".join(OPS), f"operations, of {', '.join(OPS)}"),
-    (
-        "--transport",
-        opts.listed(str),
-        "tcp,cma",
-        "transports: tcp, cma (inside a host), verbs, auto",
-    ),
+    ("--transport", opts.listed(str), "auto", opts.TRANSPORTS),
     ("--sizes", opts.listed(opts.size), "4K,64K,1M", "bytes of a key"),
     ("--keys", opts.positive, 40, "keys at each server"),
     ("--workers", opts.positive, 1, "number of workers"),
@@ -91,7 +87,7 @@ def _row(run: Run, at: int, case: Case) -> dict[str, Any]:
     count = ROUND_BYTES // (case.bytes * options.keys * options.servers)
     iters = options.iters or min(max(count, 10), 1000)
     reason = None
-    if options.role and case.transport in ("cma", "cudaipc"):
+    if options.role and case.transport in [w["name"] for w in env.transports() if w["inside"]]:
         reason = "it stays inside a host"
     if "gpu" in case.memory and not seen(os.environ):
         reason = "this host has no GPU that can be used (run `fserver doctor` for the reason)"

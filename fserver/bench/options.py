@@ -13,7 +13,7 @@ ON_STREAMS = ("nccl", "symm", "nvshmem")  # a CUDA graph can hold their calls
 ON_GPUS = (*ON_STREAMS, "nixl")
 ON_CPU = ("gloo",)
 
-TRANSPORTS = "tcp, cma (inside a host), cudaipc (between GPUs), or auto (the best available)"
+TRANSPORTS = "transports: values of FSERVER_TRANSPORT, which `fserver env` lists"
 CHECKED = (
     "The number in every answer is checked. Between rounds, all bytes of an exchange are compared, "
     "in memory that held other values before."

@@ -28,7 +28,7 @@ PARSER = opts.parser(
     "the same cores (the columns raw). The figures are medians over the rounds. GB/s counts the "
     f"bytes of both directions. The ratio is p50 divided by raw p50. {opts.CHECKED} "
     "docs/benchmarks.md describes groups, what is beside fserver, and two hosts.",
-    ("--transport", opts.listed(str), "auto", f"the transports: {opts.TRANSPORTS}"),
+    ("--transport", opts.listed(str), "auto", opts.TRANSPORTS),
     ("--device", opts.some_of("cpu", "gpu"), "cpu", "where the tensors are: cpu, gpu, or both"),
     ("--groups", opts.listed(opts.positive), "1", "numbers of worker groups of a process"),
     ("--workers", opts.positive, 1, "number of processes with workers, which share a core"),

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from fserver import env
+
 from ..baseline import compiled
 from ..errors import BenchError
 from ..libraries import BIG
@@ -19,7 +21,6 @@ from ..report import figures
 from ..team import Side
 from .traffic import Row, Traffic, opened
 
-TRANSPORTS = ("cma", "tcp")  # that carry a channel of mode host
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [(4 * KIB, 4 * KIB), (64 * KIB, 64 * KIB), (896 * KIB, 1792 * KIB)]
 ANSWER = 8  # bytes, to a message that goes one way
@@ -94,7 +95,9 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
         sizes = [*SIZES, big]
         if mode == "host":
             plans, sizes = [("graph x20", few)], SIZES
-            ways = [{"mode": mode, "transport": transport} for transport in TRANSPORTS]
+            known = env.transports()  # of which the last one reaches every peer
+            names = [w["name"] for w in known if w["inside"] and not w["over"] or w is known[-1]]
+            ways = [{"mode": mode, "transport": name} for name in names]
         for way, (how, count), (push, pull) in itertools.product(ways, plans, sizes):
             count = few if push == big[0] else count
             yield trips, {**way, "push": push, "pull": pull, "how": how, "runs": count}, limit
