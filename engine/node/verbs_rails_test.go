@@ -9,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
 
 	"fserver/cshim/verbs/fakeverbs"
 	"fserver/engine/conf"
@@ -210,6 +211,26 @@ func TestWrongDevices(t *testing.T) {
 		"no RDMA device nosuch":                                   {"FSERVER_RDMA_DEVICE=nosuch"},
 	} {
 		require.ErrorContains(t, notOpened(t, settings...), want)
+	}
+}
+
+// TestPacketSize: a port that sends smaller packets than FSERVER_RDMA_MTU asks for is one warning, which says what it can do.
+func TestPacketSize(t *testing.T) {
+	for size, warned := range map[string]string{
+		"port": "", "512": "", "1024": "",
+		"2048": "FSERVER_RDMA_MTU=2048: port 1 of fake0 sends packets of at most 1024 bytes (raise the MTU of its",
+		"4096": "FSERVER_RDMA_MTU=4096: port 1 of fake0 sends packets of at most 1024 bytes (raise the MTU of its",
+	} {
+		fakes(t)
+		_, logs, err := opened(t, "FSERVER_TRANSPORT=verbs", "FSERVER_RDMA_DEVICE=fake0", "FSERVER_RDMA_MTU="+size)
+		require.NoError(t, err)
+		lines := logs.FilterLevelExact(zapcore.WarnLevel).All()
+		if warned == "" {
+			require.Empty(t, lines, size)
+			continue
+		}
+		require.Len(t, lines, 1, size)
+		require.Contains(t, lines[0].Message, warned)
 	}
 }
 

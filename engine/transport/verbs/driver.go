@@ -6,6 +6,8 @@ import (
 	"strconv"
 	"strings"
 
+	"go.uber.org/zap"
+
 	"fserver/engine/conf"
 	"fserver/engine/gpu"
 	"fserver/engine/transport"
@@ -96,6 +98,7 @@ func openEach(all []Options, e *transport.Env) (list []transport.Fabric, err err
 		f, bad := Open(all[i])
 		switch {
 		case bad == nil:
+			f.sayPacket(e.Log)
 			list, works = append(list, f), true
 		case err == nil:
 			err = bad
@@ -111,6 +114,16 @@ func openEach(all []Options, e *transport.Env) (list []transport.Fabric, err err
 		return nil, err
 	}
 	return list, nil
+}
+
+// sayPacket warns if packets are smaller than the settings ask for.
+func (f *Fabric) sayPacket(log *zap.Logger) {
+	f.Owned(func() {
+		if can := f.at.port.MTU; can < f.path.MTU {
+			log.Warn(fmt.Sprintf("%s=%d: port %d of %s sends packets of at most %d bytes (raise the MTU of its network interface and of the switches, or of the InfiniBand subnet)",
+				mtu, f.path.MTU, f.at.number, f.dev.Name, can))
+		}
+	})
 }
 
 // pathOf is what the settings say of the packets.
