@@ -55,7 +55,7 @@ finish() {
 }
 trap 'failed=1; finish' INT TERM
 
-# Runs a command with the time limit, its output in $results/STEP.log. The reason of a failure is what the doctor finds, or what is printed last.
+# Runs a command with the time limit, its output in $results/STEP.log. The reason of a failure is what the doctor finds last, or what is printed last.
 try() { # STEP COMMAND...
   local step=$1
   shift
@@ -67,7 +67,7 @@ try() { # STEP COMMAND...
   case $status in
   0) return 0 ;;
   124 | 137) line FAIL "$step" "no end within $limit s (SECONDS_EACH); see $step.log" ;;
-  *) line FAIL "$step" "$(grep -m 1 '^  no ' "$results/$step.log" || grep -v '^ *$' "$results/$step.log" | tail -n 1)" ;;
+  *) line FAIL "$step" "$(grep '^  no ' "$results/$step.log" | tail -n 1 | grep . || grep -v '^ *$' "$results/$step.log" | tail -n 1)" ;;
   esac
   return 1
 }

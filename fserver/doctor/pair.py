@@ -22,6 +22,7 @@ SIZES = tuple(4**i for i in range(13))  # 1 B to 16 MiB
 SECONDS = 0.15  # for each size
 COUNT = 200  # exchanges of a size, at most
 WAIT_MS = 8000
+OPEN_LIMIT = 30.0  # seconds, for the listener: it imports torch for its first server
 DEVICES = "`fserver doctor` on each host says which devices work, and what to do about the others"
 
 _busy = threading.Lock()  # a listener has one server at a time
@@ -107,7 +108,7 @@ def check(report: Report, host: str, address: str, channel: Channel, wanted: str
         report.add(title, Check("tensors", "info", "not tested: this Python has no torch"))
         return
     channel.send(Type.PAIR)
-    said = json.loads(bytes(channel.expect(Type.DONE, PAIR_LIMIT)))
+    said = json.loads(bytes(channel.expect(Type.DONE, OPEN_LIMIT)))
     found: dict[str, Any] = {"wanted": wanted, "sizes": []}
     report.data["tensors"] = found
     error = said.get("error", "")

@@ -46,6 +46,7 @@ print(*counts)
 
 DOCTORS = """
 import os, sys, threading
+import torch  # before anybody waits
 from fserver import cli
 from fserver.doctor import listen
 server = listen.listen("127.0.0.1", 0)
