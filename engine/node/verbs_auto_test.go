@@ -353,3 +353,23 @@ func TestAutoPairsNetworks(t *testing.T) {
 		}
 	}
 }
+
+// TestPlainTextOverRDMA: with TLS, RDMA is used only by name and with FSERVER_RDMA_PLAINTEXT. links() says why auto does not use it.
+func TestPlainTextOverRDMA(t *testing.T) {
+	fakes(t)
+	kernelShows(t, "fake0", "fake1")
+	tls := append([]string{"FSERVER_TLS=1", "FSERVER_SECRET=a secret of the test"}, apart...)
+	named := append([]string{"FSERVER_TRANSPORT=verbs"}, tls...)
+	_, _, err := opened(t, named...)
+	require.ErrorContains(t, err, "FSERVER_TRANSPORT=verbs: FSERVER_TLS is on, and RDMA encrypts nothing")
+	for want, settings := range map[string][]string{"verbs": append([]string{"FSERVER_RDMA_PLAINTEXT=1"}, named...), "tcp/tls": tls} {
+		m := newMesh(t, openFabrics, shape{1, 1, 1}, settings...)
+		m.exchange(t, 2)
+		l := linkOf(t, m.workers[0])
+		require.Equal(t, want, l.Transport)
+		if want != "verbs" {
+			require.Contains(t, l.Reason, "FSERVER_TLS is on, and verbs encrypts nothing")
+		}
+		m.stop()
+	}
+}
