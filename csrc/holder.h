@@ -87,7 +87,7 @@ private:
   bool kept_ = false;
 };
 
-// The tensors of one call.
+// The tensors of one call, which stay alive until the engine has taken them.
 struct Tensors {
   Tensors(Holder &h, size_t n) : all(n), pins(n), lease(h) {}
   // Reads argument i (see read_tensor) into t, which is one of all.
@@ -102,9 +102,9 @@ struct Tensors {
   Array<fs_tensor, 16> all;
   Pins pins;
   Lease lease;
-  uint64_t bytes = 0;  // that the caller's thread may have to move
-  bool on_gpu = false; // one is
-  bool fresh = false;  // memory is to be registered first
+  uint64_t bytes = 0;  // on the CPU, which the calling thread may have to send
+  bool on_gpu = false; // a tensor is on a GPU
+  bool fresh = false;  // the engine has to register memory first
 };
 
 } // namespace fserver

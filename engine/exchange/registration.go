@@ -275,8 +275,8 @@ func (ks *keys) call(r *registration) (transport.Key, error) {
 	return ks.register(r.ring.fabric, region)
 }
 
-// register registers with a Fabric, and gives up what nobody uses if no more memory can be locked. Memory of a GPU is taken
-// in a slower way if that is not enough. It may block.
+// register registers with a Fabric. If no more memory can be locked, it gives up registrations that are not in use and tries
+// again. If that is not enough, memory of a GPU is registered with Scarce. It may block.
 func (ks *keys) register(f transport.Fabric, r mem.Region) (transport.Key, error) {
 	k, err := f.Register(r)
 	if errors.Is(err, syscall.ENOMEM) && ks.spare() {

@@ -44,8 +44,8 @@ type Region struct {
 	// InUse, if it is not nil, is how many operations of this process the memory is in use for. While that is 0, the memory
 	// may be gone: see transport.Fabric.Register.
 	InUse *atomic.Int32
-	// Scarce says that memory which was locked for devices has been given up for this region: if there is still too little,
-	// it is to be taken in a slower way that needs less. See transport.Fabric.Register.
+	// Scarce says that the caller has already given up other registrations for this region. If the device still cannot
+	// lock enough memory, the Fabric takes the region in a slower way that needs less. See transport.Fabric.Register.
 	Scarce bool
 }
 

@@ -124,8 +124,8 @@ type way struct {
 	why string // what speaks against the Fabrics that are better
 }
 
-// path connects to m over the best Fabric that can. Only the last one that
-// reaches it is tried again and again, the others while they may succeed at once. The link says what spoke against the better
+// path connects to m over the best Fabric that can. The last one that reaches it is tried
+// again and again, each of the others once, and again after an AgainError. The link says what spoke against the better
 // ones, and whether one was tried in vain.
 func (n *Node) path(ctx context.Context, m wire.Member) (*link, error) {
 	ways, why := n.ways(&m)
@@ -149,10 +149,10 @@ func (n *Node) path(ctx context.Context, m wire.Member) (*link, error) {
 	return &link{conn: c, plane: w.p, why: whyNot(w.why, failed), tried: failed != ""}, err
 }
 
-// repeats is how often try repeats an attempt at most: each side may give up an address of its device twice.
+// repeats is how often try repeats an attempt at most: each side may change the address of its device twice.
 const repeats = 4
 
-// try connects over w to the peer that is who, once, or again while either side has something else to use.
+// try connects over w to the peer named who. It repeats an attempt that ends in an AgainError.
 func (n *Node) try(ctx context.Context, w *way, who string) (c transport.Conn, err error) {
 	for range 1 + repeats {
 		once, cancel := context.WithTimeout(ctx, 10*time.Second)

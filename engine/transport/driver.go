@@ -25,8 +25,8 @@ type Driver struct {
 	Plain bool
 	// GPU says that it is for GPU tensors alone.
 	GPU bool
-	// Probe says what works on this host with these settings, and what does not and why: for the doctor. Nil: nothing is
-	// said.
+	// Probe reports to the doctor what works on this host with these settings, and what does not and why. Nil: it reports
+	// nothing.
 	Probe func(*conf.Config) []Finding
 	// Open opens a Fabric for each device that is to be used. One of several that does not work is a *Absent. It is
 	// an *ErrUnavailable where none works, or is not to be used with these settings. Nil: see Wrap.
@@ -71,15 +71,15 @@ type Finding struct {
 	State  State  `json:"state"` // whether it can be used
 	Text   string `json:"text"`
 	Remedy string `json:"remedy"` // what the user can do, or empty
-	// Test names a test of two processes, which the doctor makes: State and Text hold if it succeeds. Remedy is for where
-	// another Test would succeed. Empty: there is no test.
+	// Test names a test with two processes, which the doctor runs. State and Text hold if it succeeds. Remedy helps where
+	// only another Test would succeed. Empty: there is no test.
 	Test Test `json:"test"`
 	// Fails and Else take the place of State and Text where Test fails. With No, the transport cannot be used.
 	Fails State  `json:"fails"`
 	Else  string `json:"else"`
 }
 
-// Test is a test that the doctor makes with two processes of this user.
+// Test is a test that the doctor runs with two processes of this user.
 type Test string
 
 // The tests: whether one process can write into the memory of another, and whether it can once that one has called

@@ -136,7 +136,7 @@ def _findings(way: dict[str, Any], last: bool) -> Iterator[Check]:
 
 
 def _tested(f: dict[str, Any]) -> dict[str, Any]:
-    """Makes the test of two processes that a finding names, and returns what it comes to."""
+    """Runs the test that a finding names, if any. Returns the finding with its result."""
     if not f["test"]:
         return f
     works, why, remedy = two.test(f["test"], f["remedy"])

@@ -46,8 +46,8 @@ def probe() -> tuple[str, int]:
 
 
 def test(name: str, otherwise: str) -> tuple[bool, str, str]:
-    """Makes the test of this name. Returns whether it succeeds, the finding and the remedy.
-    `otherwise` is the remedy if the other test would succeed."""
+    """Runs the test of this name. Returns whether it succeeds, the finding and the remedy.
+    `otherwise` is the remedy if only the other test would succeed."""
     way, code = probe()
     if way == "plain":
         return True, "processes of this user can write into each other's memory", ""

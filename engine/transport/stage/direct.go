@@ -87,7 +87,7 @@ func (f *Fabric) registerDirect(m mem.Region) (k transport.Key, taken bool, err 
 	return k, false, nil
 }
 
-// deny keeps why inner has not taken memory of the GPU, and tells it once.
+// deny keeps the reason why inner has not taken memory of the GPU, for Peer, and reports the first one to Options.Refused.
 func (f *Fabric) deny(why error) {
 	text := fmt.Sprintf("some tensors of %v go through host memory: %v", f.Calls.Name(), why)
 	if f.denied.Swap(&text) == nil && f.warn != nil {
