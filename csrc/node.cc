@@ -185,7 +185,7 @@ void Node::channel_state(uint64_t channel, uint64_t ticket) {
 void Node::channel_carry(uint64_t channel, PyObject *words, PyObject *out,
                          PyObject *out_keys, PyObject *in, PyObject *in_keys,
                          PyObject *rows, PyObject *counts,
-                         PyObject *timeout_ms) {
+                         PyObject *timeout_ms, bool lands) {
   enter_connected("channel");
   std::vector<Memory> kept; // for the call; then the caller does
   auto numbers = [&](PyObject *o) -> int64_t * {
@@ -220,9 +220,18 @@ void Node::channel_carry(uint64_t channel, PyObject *words, PyObject *out,
   c.nout = o.size();
   c.in = i.data();
   c.nin = i.size();
+  c.lands = lands;
   c.timeout_ns = read_ms(timeout_ms, {"channel", "timeout_ms"});
   check("channel",
         unlocked([&] { return fs_channel_carry(id_, channel, &c); }));
+}
+
+bool Node::gpu_direct() {
+  enter_connected("channel");
+  int direct = 0, rc = 0;
+  unlocked([&] { return rc = fs_gpu_direct(id_, &direct); });
+  check("channel", rc);
+  return direct != 0;
 }
 
 void Node::channel_end(uint64_t channel, const std::string &why) {

@@ -43,7 +43,10 @@ public:
   // the tensors. words, rows and counts are int64 of the CPU; rows and counts may be None.
   void channel_carry(uint64_t channel, PyObject *words, PyObject *out,
                      PyObject *out_keys, PyObject *in, PyObject *in_keys,
-                     PyObject *rows, PyObject *counts, PyObject *timeout_ms);
+                     PyObject *rows, PyObject *counts, PyObject *timeout_ms,
+                     bool lands);
+  // Whether every peer's path reads and writes memory of the node's GPU by itself.
+  bool gpu_direct();
   // False: peers have not closed their sides, and this one is forgotten.
   bool channel_close(uint64_t channel, PyObject *timeout_ms,
                      const std::string &why);

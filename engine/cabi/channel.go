@@ -40,6 +40,17 @@ func fs_channel_carry(h C.fs_node, channel C.fs_channel, what *C.fs_carried) C.i
 	return on(h, func(nd *node.Node) error { return nd.CarryChannel(uint64(channel), carried(what)) })
 }
 
+//export fs_gpu_direct
+func fs_gpu_direct(h C.fs_node, direct *C.int) C.int {
+	return on(h, func(nd *node.Node) error {
+		yes, err := nd.Direct()
+		if *direct = 0; yes {
+			*direct = 1
+		}
+		return err
+	})
+}
+
 //export fs_channel_tell
 func fs_channel_tell(h C.fs_node, channel C.fs_channel, peer C.uint32_t, text *C.char, bytes C.size_t) C.int {
 	return on(h, func(nd *node.Node) error { return nd.TellChannel(uint64(channel), int(peer), goText(text, bytes)) })

@@ -158,7 +158,7 @@ func carried(c *C.fs_carried) node.Carried {
 	}
 	return node.Carried{
 		Words: uintptr(unsafe.Pointer(c.words)), Rows: uintptr(unsafe.Pointer(c.rows)), Counts: uintptr(unsafe.Pointer(c.counts)),
-		Out: list(c.out, c.nout), In: list(c.in, c.nin), Patience: time.Duration(c.timeout_ns),
+		Out: list(c.out, c.nout), In: list(c.in, c.nin), Lands: c.lands != 0, Patience: time.Duration(c.timeout_ns),
 	}
 }
 

@@ -354,13 +354,18 @@ typedef struct fs_carried {
   // equal shares for its workers, in their order.
   const fs_tensor *out;
   size_t nout;
-  // What comes in. Worker: pull tensors, as of fs_push_pull. Server: tensors of the CPU
-  // that take what is pushed, in equal shares as above.
+  // What comes in. Worker: pull tensors, as of fs_push_pull. Server: tensors that take what
+  // is pushed, in equal shares as above.
   const fs_tensor *in;
   size_t nin;
   int64_t *rows;      // worker: how many rows of each of out are to be sent
   int64_t *counts;    // server: takes how many rows of each of in have come
   int64_t timeout_ns; // of a stream that waits for one message
+  // 1: what a worker pushes is received in the `in` of the servers, each tensor in that
+  // which has its key for that worker. These keys are used by nothing else, at workers
+  // and servers, and servers tell of their side after this call. 0: a server receives it
+  // elsewhere, and its CPU copies it to `in`, which is on the CPU then.
+  int32_t lands;
 } fs_carried;
 
 // Has the engine exchange all messages of a channel that is open at all peers, for streams
@@ -368,9 +373,15 @@ typedef struct fs_carried {
 // sent when RUNG has reached it, and DONE reaches it when what all servers answer is in
 // `in`. At a server DONE reaches it when the message of each worker is in `in`, and the
 // answers are sent when RUNG has; with nin = 0, DONE when they have been. Data is in memory
-// before the word that says so. If this returns 0, the memory must stay valid until OVER
-// is 1, at the latest when fs_close has returned. It may register memory, and blocks for that.
+// before the word that says so. Tensors may be on the GPU of the node if fs_gpu_direct says
+// so. If this returns 0, the memory must stay valid until OVER is 1, at the latest when
+// fs_close has returned: with `lands` not before all workers have closed their sides. It may
+// register memory, and blocks for that.
 int fs_channel_carry(fs_node node, fs_channel channel, const fs_carried *what);
+
+// *direct is 1 if each peer's path reads and writes memory of the node's GPU by itself, as a
+// NIC with GPUDirect does, else 0.
+int fs_gpu_direct(fs_node node, int *direct);
 
 // Tells a peer bytes of text about this side, once.
 int fs_channel_tell(fs_node node, fs_channel channel, uint32_t peer,

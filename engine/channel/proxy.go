@@ -33,6 +33,9 @@ type Carrier interface {
 	Lacks(i int) bool
 	// Over reports whether nobody reads or writes the memory, until the next Send or Arrived.
 	Over() bool
+	// Forget drops what is kept for the side. The proxy has ended, and Over reports true, or no peer was told of
+	// the side.
+	Forget()
 }
 
 // Kind says in which order the sides of a channel do what a message needs.
@@ -85,6 +88,7 @@ type Proxy struct {
 	asked    int64 // since when the stream was seen to wait for the message; 0: it does not
 	parted   int64 // since when a peer of which it lacks has closed its side; 0: none has
 	ended    bool
+	over     atomic.Bool
 }
 
 // NewProxy makes the proxy of ch. words are ProxyWords zeros; patience is how long a stream waits
@@ -227,6 +231,13 @@ func (p *Proxy) Over(forced bool) bool {
 	if !p.ended || !forced && !p.carrier.Over() {
 		return false
 	}
+	if !forced {
+		p.carrier.Forget()
+	}
 	p.words[WordOver].Store(1)
+	p.over.Store(true)
 	return true
 }
+
+// IsOver reports whether Over has been true. Safe from any goroutine.
+func (p *Proxy) IsOver() bool { return p.over.Load() }

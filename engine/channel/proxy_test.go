@@ -17,6 +17,7 @@ type scripted struct {
 	here   bool // the next message of all peers is
 	pieces int  // that are still to be copied then
 	used   bool // the memory is
+	gone   bool // it is forgotten
 	err    error
 	log    strings.Builder
 }
@@ -44,6 +45,8 @@ func (s *scripted) Arrived() (here, more bool, err error) {
 }
 
 func (s *scripted) Lacks(int) bool { return true }
+
+func (s *scripted) Forget() { s.gone = true }
 
 func (s *scripted) Over() bool { return !s.used }
 
@@ -120,8 +123,10 @@ func TestProxyEnds(t *testing.T) {
 	require.False(t, p.Over(false))
 	require.Zero(t, words[WordOver].Load())
 	require.Zero(t, p.Step(0), "it does nothing more")
+	require.False(t, s.gone)
 	s.used = false
 	require.True(t, p.Over(false))
+	require.True(t, s.gone)
 	require.EqualValues(t, 1, words[WordOver].Load())
 }
 

@@ -62,9 +62,13 @@ func (s *Server) Attach(channel string) *Arrivals {
 }
 
 // Detach undoes Attach. Requests that were not answered are refused, and those of lost workers freed.
+// Memory that messages land in is the channel's until ChannelOver.
 func (s *Server) Detach(channel string) {
 	l := s.arrivals[channel]
 	delete(s.arrivals, channel)
+	for _, l := range s.landings {
+		l.closed = l.closed || l.channel == channel
+	}
 	for i := range l.queues {
 		for l.queues[i].len() != 0 {
 			s.turnAway(l.queues[i].pop())

@@ -1,6 +1,7 @@
 package exchange
 
 import (
+	"slices"
 	"sync/atomic"
 
 	"fserver/engine/mem"
@@ -15,6 +16,7 @@ import (
 type Asking struct {
 	w    *Worker
 	on   string
+	own  bool // the keys of push are no others'
 	push []Tensor
 	pull []Tensor
 	most []int64        // rows of push
@@ -23,10 +25,11 @@ type Asking struct {
 	id   uint64         // of the last push_pull
 }
 
-// Carry makes the worker's side of a channel. rows has the rows to send of each push tensor. It
+// Carry makes the worker's side of a channel. rows has the rows to send of each push tensor. own says that the keys of push
+// are the channel's alone, as the servers were told that have them land. It
 // registers the memory of the tensors, which may block. Safe from any goroutine.
-func (w *Worker) Carry(channel string, push, pull []Tensor, rows []atomic.Int64) (*Asking, error) {
-	a := &Asking{w: w, on: channel, push: owned(push), pull: owned(pull), rows: rows}
+func (w *Worker) Carry(channel string, push, pull []Tensor, own bool, rows []atomic.Int64) (*Asking, error) {
+	a := &Asking{w: w, on: channel, own: own, push: owned(push), pull: owned(pull), rows: rows}
 	for i := range a.push {
 		x := &a.push[i]
 		if len(x.Dims) == 0 { // one row, which is sent or not
@@ -129,6 +132,15 @@ func (a *Asking) Lacks(i int) bool { return a.w.Awaits(a.id, i) }
 // Over reports whether the tensors are not in use.
 func (a *Asking) Over() bool { return a.w.rests(a.id) }
 
+// Forget drops what is known of where servers receive tensors with keys of the channel's own.
+func (a *Asking) Forget() {
+	for _, s := range a.w.servers {
+		for i := 0; a.own && i < len(a.push); i++ {
+			delete(s.keys, a.push[i].Key)
+		}
+	}
+}
+
 // rests reports whether the memory of a ticket, or of none, is not in use any more.
 func (tb *Table) rests(id uint64) bool {
 	state, ok := tb.State(id)
@@ -144,22 +156,27 @@ type Answering struct {
 	into     [][]Tensor // by worker
 	out      [][]Tensor // likewise
 	counts   []atomic.Int64
-	handlers []uint64 // of the requests that are not answered
-	answered int      // of them
-	ids      []uint64 // of the last answers, by worker
-	err      error    // of a helper
+	lands    []*landing // by worker; nil: messages are copied to into
+	handlers []uint64   // of the requests that are not answered
+	answered int        // of them
+	ids      []uint64   // of the last answers, by worker
+	err      error      // of a helper
 
 	worker, tensor int    // where the copy of the next message is
 	off            uint64 // likewise
 }
 
 // Carry makes the server's side of a channel. into are the tensors that the workers' go to, those of
-// worker 0 first, and counts takes their rows; out are the answers. The memory of those is
-// registered, which may block. Safe from any goroutine.
-func (s *Server) Carry(l *Arrivals, into, out []Tensor, counts []atomic.Int64) (*Answering, error) {
+// worker 0 first, and counts takes their rows; out are the answers. With lands, what a worker pushes through the channel with
+// the key of one of into is received in that tensor, and else it is copied to it by the CPU. Those keys are no others', and no worker
+// knows them yet. The memory is registered, which may block. Safe from any goroutine.
+func (s *Server) Carry(l *Arrivals, into, out []Tensor, lands bool, counts []atomic.Int64) (*Answering, error) {
 	k := len(s.clients)
 	if len(into)%k != 0 || len(out)%k != 0 {
 		return nil, Shapef("exchange: channel: %d tensors from and %d to %d workers: give the same number for each worker, those of worker 0 first", len(into), len(out), k)
+	}
+	if gpu := slices.IndexFunc(into, func(x Tensor) bool { return x.Dev != mem.CPU }); gpu >= 0 && !lands {
+		return nil, Shapef("exchange: channel %q: tensor %d is on %v, where the CPU copies nothing: have the messages land in it, or give one on the CPU", l.name, gpu, into[gpu].Dev)
 	}
 	a := &Answering{s: s, on: l.name, arrivals: l, counts: counts, ids: make([]uint64, k)}
 	t, err := s.Begin()
@@ -176,13 +193,39 @@ func (s *Server) Carry(l *Arrivals, into, out []Tensor, counts []atomic.Int64) (
 			}
 		}
 	}
-	return a, s.source(t)
+	if err := s.source(t); err != nil {
+		return nil, err
+	}
+	if lands && len(into) != 0 {
+		return a, a.land()
+	}
+	return a, nil
+}
+
+// land has all that comes received in the tensors of a.
+func (a *Answering) land() (err error) {
+	lands := make([]*landing, len(a.into))
+	for i := range a.into {
+		if lands[i], err = a.s.land(i, a.on, a.into[i]); err != nil {
+			break
+		}
+	}
+	a.s.Owned(func() {
+		for i := 0; err == nil && i < len(lands); i++ {
+			err = a.s.open(lands[i])
+		}
+		a.lands = lands
+		if err != nil {
+			a.Forget()
+		}
+	})
+	return err
 }
 
 // landStep is how many bytes Arrived copies in one call, which takes about 100 µs.
 const landStep = 1 << 20
 
-// Arrived copies the next message of all workers to where it belongs, and reports whether it has, or
+// Arrived has the next message of all workers where it belongs, and reports whether it is there, or
 // there is more to copy.
 func (a *Answering) Arrived() (here, more bool, err error) {
 	reqs := a.s.Take(a.on)
@@ -193,7 +236,7 @@ func (a *Answering) Arrived() (here, more bool, err error) {
 	for room := uint64(landStep); a.worker < len(reqs); {
 		r, into := reqs[a.worker], a.into[a.worker]
 		if a.tensor == 0 && a.off == 0 {
-			if err := a.fits(r, into); err != nil {
+			if err := a.fits(a.worker, r); err != nil {
 				return false, false, err
 			}
 		}
@@ -201,16 +244,17 @@ func (a *Answering) Arrived() (here, more bool, err error) {
 			a.worker, a.tensor = a.worker+1, 0
 			continue
 		}
-		from := r.push[a.tensor].Span
-		n := min(room, from.Len-a.off)
-		if n != 0 {
-			copy(into[a.tensor].Span.Bytes()[a.off:a.off+n], from.Bytes()[a.off:])
-		}
-		if a.off += n; a.off < from.Len {
-			return false, true, nil // the rest in another pass
+		if from := r.push[a.tensor].Span; !a.landing(a.worker).has(r, a.tensor) {
+			n := min(room, from.Len-a.off)
+			if n != 0 {
+				copy(into[a.tensor].Span.Bytes()[a.off:a.off+n], from.Bytes()[a.off:])
+			}
+			if a.off += n; a.off < from.Len {
+				return false, true, nil // the rest in another pass
+			}
+			room -= n
 		}
 		a.counts[a.worker*len(into)+a.tensor].Store(r.push[a.tensor].Rows)
-		room -= n
 		a.tensor, a.off = a.tensor+1, 0
 	}
 	a.worker = 0
@@ -227,8 +271,17 @@ func (a *Answering) Arrived() (here, more bool, err error) {
 	return true, false, nil
 }
 
-// fits is why a request is not a message of this channel, or nil: its plan is its sender's.
-func (a *Answering) fits(r *Request, into []Tensor) error {
+// landing is that of worker i, or nil.
+func (a *Answering) landing(i int) *landing {
+	if a.lands == nil {
+		return nil
+	}
+	return a.lands[i]
+}
+
+// fits is why a request of worker i is not a message of this channel, or nil: its plan is its sender's.
+func (a *Answering) fits(i int, r *Request) error {
+	into := a.into[i]
 	if len(r.push) != len(into) {
 		return Shapef("exchange: channel %q: worker %d sent %d tensors, want %d: run the same version of fserver on both sides", a.on, r.client.rank, len(r.push), len(into))
 	}
@@ -238,7 +291,8 @@ func (a *Answering) fits(r *Request, into []Tensor) error {
 		if v.NDim == 0 {
 			rows = 1
 		}
-		if v.DType != x.DType || rows < 0 || rows > x.rows() || v.Span.Len > x.Span.Len || v.Span.Len != x.Span.Len/uint64(max(x.rows(), 1))*uint64(rows) || v.Span.Len != 0 && v.Dev != mem.CPU {
+		there := v.Span.Len == 0 || a.landing(i).has(r, j) || v.Dev == mem.CPU && x.Dev == mem.CPU
+		if v.DType != x.DType || rows < 0 || rows > x.rows() || v.Span.Len > x.Span.Len || v.Span.Len != x.Span.Len/uint64(max(x.rows(), 1))*uint64(rows) || !there {
 			return Shapef("exchange: channel %q: worker %d sent %d bytes in %d rows of dtype %d for tensor %d, which has %d in %d of %d: run the same version of fserver on both sides", a.on, r.client.rank, v.Span.Len, v.Rows, v.DType, j, x.Span.Len, x.rows(), x.DType)
 		}
 	}
@@ -285,12 +339,28 @@ func (a *Answering) later(handler uint64, t *Ticket) {
 // Lacks reports whether there is no request of worker i.
 func (a *Answering) Lacks(i int) bool { return a.arrivals.Lacks(i) }
 
-// Over reports whether the tensors are not in use.
+// Over reports whether the tensors are not in use. Those of messages that land are until the workers have closed their
+// sides.
 func (a *Answering) Over() bool {
 	for _, id := range a.ids {
 		if !a.s.rests(id) {
 			return false
 		}
 	}
+	for _, l := range a.lands {
+		if l != nil && !l.over() {
+			return false
+		}
+	}
 	return true
+}
+
+// Forget ends what no worker was told of.
+func (a *Answering) Forget() {
+	for _, l := range a.lands {
+		if l != nil {
+			a.s.release(l)
+		}
+	}
+	a.s.sweepLandings()
 }

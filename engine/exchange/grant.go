@@ -16,6 +16,7 @@ const maxKeys = 1 << 15
 // receiver is where the tensors of one (worker, key) are received.
 type receiver struct {
 	key     uint64
+	channel string // of a landing: no other may use it
 	slot    uint64
 	run     uint32 // client.life when the key was pushed last
 	region  mem.Region
@@ -177,6 +178,8 @@ func (s *Server) lack(p *provision) error {
 		switch {
 		case s.lends(k, n), k.granted && n.Bytes <= k.cap:
 			continue
+		case n.Bytes > k.cap && k.channel != "":
+			return fmt.Errorf("a push of %d bytes for key %d of worker %d exceeds the %d bytes of its tensor in channel %q (run the same version of fserver on both sides)", n.Bytes, k.key, c.rank, k.cap, k.channel)
 		case n.Bytes > k.cap && k.fixed():
 			return fmt.Errorf("a push of %d bytes for key %d of worker %d exceeds its buffer of %d bytes (register a larger one with register_recv_buffer)", n.Bytes, k.key, c.rank, k.cap)
 		case n.Bytes > k.cap:

@@ -146,6 +146,19 @@ func (ks *keys) path(i int, f transport.Fabric) *keyring {
 	return r
 }
 
+// Direct reports whether every peer has a path that takes memory of GPU d by itself. Safe from any goroutine.
+func (tb *Table) Direct(d mem.Device) bool {
+	ks := &tb.keys
+	ks.mu.Lock()
+	defer ks.mu.Unlock()
+	for _, r := range ks.paths {
+		if r == nil || r.gpu != d {
+			return false
+		}
+	}
+	return true
+}
+
 // acquire gives regs, which are of pull tensors of server i, their keys, and registers what is new.
 // That may block.
 func (ks *keys) acquire(i int, tensors []Tensor, regs []*registration) (err error) {
@@ -179,7 +192,7 @@ func (ks *keys) source(t *Ticket) error {
 	for ; t.rings < len(ks.rings); t.rings++ {
 		ring := ks.rings[t.rings]
 		for j := 0; ring.local && j < len(t.push); j++ {
-			if dev := t.push[j].Dev; t.push[j].Span.Len == 0 || dev != mem.CPU && dev != ring.gpu {
+			if !ring.sends(&t.push[j]) {
 				continue
 			}
 			r, err := ks.use(ring, &t.push[j])
@@ -213,7 +226,7 @@ func (ks *keys) findSources(t *Ticket) bool {
 	for ; t.rings < len(ks.rings); t.rings++ {
 		ring, had := ks.rings[t.rings], len(t.regs)
 		for j := 0; ring.local && j < len(t.push); j++ {
-			if t.push[j].Span.Len == 0 || t.push[j].Dev != mem.CPU {
+			if !ring.sends(&t.push[j]) {
 				continue
 			}
 			r := ring.known(&t.push[j])
@@ -228,6 +241,11 @@ func (ks *keys) findSources(t *Ticket) bool {
 		}
 	}
 	return true
+}
+
+// sends reports whether the Fabric sends x by its registration.
+func (ring *keyring) sends(x *Tensor) bool {
+	return x.Span.Len != 0 && (x.Dev == mem.CPU || x.Dev == ring.gpu)
 }
 
 // known is the key of the allocation of x for a ticket, or nil. The lock is held.

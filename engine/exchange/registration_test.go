@@ -114,7 +114,7 @@ func TestInUseOfAFailedCall(t *testing.T) {
 	require.ErrorContains(t, err, "no room")
 	require.Equal(t, 1, calls)
 	p.wf.room, p.w.Owned = nil, owned(p.wf, 3)
-	_, err = p.w.Carry("channel", []Tensor{bytesOf(t, 3, 8, 5)}, out, nil)
+	_, err = p.w.Carry("channel", []Tensor{bytesOf(t, 3, 8, 5)}, out, false, nil)
 	require.NoError(t, err)
 	require.Equal(t, 2, calls)
 	p.servers[0].Owned = owned(p.sf[0], 1)

@@ -226,6 +226,12 @@ func (s *Server) part(c *client, err error) {
 	s.requests.lose(c, s.buffers)
 	c.life.Add(1) // behind that: nobody who sees it answers a request of the life before
 	c.calm = s.ends.lost(c.conn, c.calm)
+	for _, l := range s.landings {
+		if l.client == c {
+			s.release(l)
+		}
+	}
+	s.sweepLandings()
 	for _, k := range c.keys {
 		s.retire(c.fabric, k)
 	}

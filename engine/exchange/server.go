@@ -65,6 +65,7 @@ type Server struct {
 	able     atomic.Int32 // workers that have one, or may still send one
 	ranked   atomic.Bool  // all clients have their ranks
 	broken   error        // why not all workers are able, if so
+	landings []*landing   // that are not released
 	slots    uint64
 	runs     uint64 // of the members of the rail, see Regroup
 	partial  bool   // the last call of Batch took less than all
@@ -377,7 +378,11 @@ func (s *Server) plan(c *client, b []byte) error {
 		find, cp.refusal = s.look, err.Error()
 	}
 	for i := range p.Push {
-		cp.keys = append(cp.keys, find(c, p.Push[i].Key))
+		k := find(c, p.Push[i].Key)
+		if k.channel != "" && k.channel != cp.on {
+			return fmt.Errorf("exchange: worker %d sent plan %d with key %d, which is that of channel %q alone", c.rank, p.Number, k.key, k.channel)
+		}
+		cp.keys = append(cp.keys, k)
 	}
 	cp.fit(s.elements)
 	for uint64(len(c.plans)) <= p.Number {

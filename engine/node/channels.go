@@ -177,11 +177,21 @@ func (n *Node) CloseChannel(h uint64, why string, limit time.Duration) error {
 		if limit >= 0 && !n.driver.Await(alone, limit, false) {
 			return ErrAgain
 		}
-		n.driver.Under(func() { n.leaveChannel(ch) })
+		var p *channel.Proxy
+		n.driver.Under(func() {
+			n.leaveChannel(ch)
+			p = n.proxies.of(ch)
+		})
+		if p != nil && ch.Alone() { // its memory is the caller's as soon as the Fabrics have let go of it
+			n.driver.Await(p.IsOver, partingLimit, false)
+		}
 	}
 	ch.Forget()
 	return nil
 }
+
+// partingLimit bounds how long CloseChannel waits for what takes a few passes.
+const partingLimit = 100 * time.Millisecond
 
 // endChannel ends this side of a channel and tells the peers, once.
 func (n *Node) endChannel(ch *channel.Channel, why string) {
@@ -203,8 +213,17 @@ func (n *Node) leaveChannel(ch *channel.Channel) {
 		n.server.Detach(ch.Name())
 	}
 	for i := range n.peers {
-		if n.worker != nil && ch.Parted(i) {
-			n.worker.ChannelOver(i, ch.Name())
+		if ch.Parted(i) {
+			n.channelOver(i, ch.Name())
 		}
+	}
+}
+
+// channelOver takes note that this side and peer i have closed theirs of a channel.
+func (n *Node) channelOver(i int, name string) {
+	if n.worker != nil {
+		n.worker.ChannelOver(i, name)
+	} else {
+		n.server.ChannelOver(i, name)
 	}
 }

@@ -111,8 +111,8 @@ func (n *Node) data(l *link, ev *transport.Event) error {
 	switch wire.FrameType(ev.Data) {
 	case wire.TypeChannel:
 		over, err := n.channels.Frame(p.index, ev.Data)
-		if over != "" && n.worker != nil {
-			n.worker.ChannelOver(p.index, over)
+		if over != "" {
+			n.channelOver(p.index, over)
 		}
 		return err
 	case wire.TypeBye:

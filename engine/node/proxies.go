@@ -1,11 +1,13 @@
 package node
 
 import (
+	"fmt"
 	"slices"
 	"time"
 
 	"fserver/engine/channel"
 	"fserver/engine/exchange"
+	"fserver/engine/mem"
 	"fserver/engine/progress"
 	"fserver/engine/trace"
 )
@@ -23,6 +25,7 @@ type Carried struct {
 	Rows     uintptr // of a worker: of each tensor of Out, 64 bits
 	Counts   uintptr // of a server: of each tensor of In, likewise
 	Out, In  []Tensor
+	Lands    bool // what a worker pushes is received in In of the servers, by keys of the channel's own
 	Patience time.Duration
 }
 
@@ -36,15 +39,18 @@ func (n *Node) CarryChannel(h uint64, c Carried) error {
 	}
 	n.driver.Enter() // Close waits for this
 	defer n.driver.Leave()
+	if err := n.mayCarry(c.In, c.Out); err != nil {
+		return fmt.Errorf("node: channel %q: %w", ch.Name(), err)
+	}
 	kind := channel.Asks
 	var by channel.Carrier
 	if n.worker != nil {
-		by, err = n.worker.Carry(ch.Name(), c.Out, c.In, channel.CountsAt(c.Rows, len(c.Out)))
+		by, err = n.worker.Carry(ch.Name(), c.Out, c.In, c.Lands, channel.CountsAt(c.Rows, len(c.Out)))
 	} else {
 		if kind = channel.Answers; len(c.In) == 0 {
 			kind = channel.Sends
 		}
-		by, err = n.server.Carry(ch.Queue().(*exchange.Arrivals), c.In, c.Out, channel.CountsAt(c.Counts, len(c.In)))
+		by, err = n.server.Carry(ch.Queue().(*exchange.Arrivals), c.In, c.Out, c.Lands, channel.CountsAt(c.Counts, len(c.In)))
 	}
 	if err != nil {
 		return err
@@ -55,6 +61,7 @@ func (n *Node) CarryChannel(h uint64, c Carried) error {
 	}
 	defer n.driver.Disown()
 	if ch.Ended() {
+		by.Forget()
 		return errClosed
 	}
 	n.proxies.all = append(n.proxies.all, p)
@@ -62,6 +69,31 @@ func (n *Node) CarryChannel(h uint64, c Carried) error {
 	n.driver.Stirred(trace.Now())
 	n.driver.Stir()
 	return nil
+}
+
+// mayCarry refuses tensors on GPUs, unless the peers read and write there. Frames of channels pass what waits for a GPU.
+func (n *Node) mayCarry(lists ...[]Tensor) error {
+	for _, tensors := range lists {
+		for i := range tensors {
+			d := tensors[i].Dev
+			if err := n.takes(d); err != nil {
+				return fmt.Errorf("tensor %d %w", i, err)
+			}
+			if d != mem.CPU && !n.table.Direct(d) {
+				return badSetting("tensor %d is on %v, which some peers do not reach by themselves: give one on the CPU (fs_gpu_direct)", i, d)
+			}
+		}
+	}
+	return nil
+}
+
+// Direct reports whether each peer's path reads and writes memory of the node's GPU by itself.
+func (n *Node) Direct() (bool, error) {
+	if err := n.ready(n.scheduler == nil, "gpu_direct", "worker or server"); err != nil {
+		return false, err
+	}
+	own := n.gpu.device()
+	return own != mem.CPU && n.table.Direct(own), nil
 }
 
 // attend has the proxies do what can be done now, and returns how much that was. For the owner.
@@ -91,6 +123,14 @@ func (n *Node) attend(now int64) (found int) {
 // sweep forgets the proxies whose memory nobody touches any more. For the owner.
 func (ps *proxies) sweep() {
 	ps.all = slices.DeleteFunc(ps.all, func(p *channel.Proxy) bool { return p.Over(false) })
+}
+
+// of is the proxy of a channel, or nil. For the owner.
+func (ps *proxies) of(ch *channel.Channel) *channel.Proxy {
+	if i := slices.IndexFunc(ps.all, func(p *channel.Proxy) bool { return p.Of(ch) }); i >= 0 {
+		return ps.all[i]
+	}
+	return nil
 }
 
 // end ends the proxy of a channel, or all with nil. For the owner.

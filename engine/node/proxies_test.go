@@ -49,9 +49,12 @@ func carry(tb testing.TB, n *Node, name string, peers int, out, in []Tensor, pat
 	var err error
 	p.handle, err = n.OpenChannel(name)
 	require.NoError(tb, err)
+	for i := range peers {
+		require.NoError(tb, n.TellChannel(p.handle, i, ""))
+	}
 	words, w := memory(tb, channel.ProxyWords)
 	p.words = w
-	c := Carried{Words: words.Addr, Patience: patience}
+	c := Carried{Words: words.Addr, Lands: true, Patience: patience}
 	count := len(in)
 	at, counts := memory(tb, count)
 	p.counts = counts
@@ -119,11 +122,15 @@ func eventually(t *testing.T, met func() bool) {
 	require.Eventually(t, met, 20*time.Second, time.Millisecond)
 }
 
-// carried is a channel of one worker and one server, of rows of 8 bytes.
+// carriedKeys gives each channel keys of its own.
+var carriedKeys atomic.Uint64
+
+// carriedPair is a channel of one worker and one server, of rows of 8 bytes.
 func carriedPair(tb testing.TB, m *mesh, name string, rows int, patience time.Duration) (w, s *proxied) {
+	key := carriedKeys.Add(2)
 	one := func(key uint64) []Tensor { return []Tensor{tensor(tb, key, rows)} }
-	w = carry(tb, m.workers[0], name, 1, one(1), one(2), patience)
-	s = carry(tb, m.servers[0], name, 1, one(2), one(1), patience)
+	w = carry(tb, m.workers[0], name, 1, one(key), one(key+1), patience)
+	s = carry(tb, m.servers[0], name, 1, one(key+1), one(key), patience)
 	return w, s
 }
 
@@ -273,6 +280,8 @@ func TestProxyWordRunsAhead(t *testing.T) {
 	}
 	for _, p := range []*proxied{w, s, back, to} {
 		require.NoError(t, p.state())
+	}
+	for _, p := range []*proxied{w, s, back, to} {
 		p.close()
 	}
 	m.stop()
@@ -302,8 +311,6 @@ func TestProxyCloses(t *testing.T) {
 		t.Run(who, func(t *testing.T) {
 			m := newMesh(t, openFabrics, shape{1, 1, 1})
 			w, s := carriedPair(t, m, "a", 10, longest)
-			require.NoError(t, m.workers[0].TellChannel(w.handle, 0, ""))
-			require.NoError(t, m.servers[0].TellChannel(s.handle, 0, ""))
 			for _, p := range []*proxied{w, s} {
 				textOf(t, p.n, p.handle, 0)
 			}
@@ -447,6 +454,15 @@ func TestProxyRefusals(t *testing.T) {
 	w.close()
 	s.close()
 	one, two := []Tensor{tensor(t, 1, 10)}, []Tensor{tensor(t, 1, 20)}
+	w = carry(t, m.workers[0], "b", 1, two, nil, longest)
+	s = carry(t, m.servers[0], "b", 1, nil, one, longest)
+	w.ring(1)
+	w.done(1)
+	require.True(t, w.ended())
+	require.ErrorContains(t, w.state(), "a push of 160 bytes for key 1 of worker 0 exceeds the 80 bytes of its tensor in channel \"b\"")
+	w.close()
+	s.close()
+	one[0].Key, two[0].Key = 2, 3 // it does not land
 	w = carry(t, m.workers[0], "b", 1, two, nil, longest)
 	s = carry(t, m.servers[0], "b", 1, nil, one, longest)
 	w.ring(1)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 VERSION = 2
 MOST_TENSORS = 256  # of one side, one way
 MOST_DIMS = 64
+LANDING = 1 << 62  # the least of the keys of landing()
 MODES = ("kernel", "copy", "host")
 OLD_MODES = {"sm": "kernel", "ce": "copy", "proxy": "host"}
 NAMESPACES = {"pid": "PID", "ipc": "IPC", "mnt": "mount"}
@@ -160,6 +162,9 @@ def read(peer: int, received: str) -> dict[str, Any]:
             )
         if theirs["mode"] not in MODES or not isinstance(theirs["device"], str):
             raise ValueError
+        lands = theirs.get("lands", 0)
+        if type(lands) not in (int, bool) or lands > 1 and not LANDING <= lands < LANDING << 1:
+            raise ValueError
         for way in ("out", "in"):
             if len(theirs[way]) > MOST_TENSORS:
                 raise ValueError
@@ -176,6 +181,17 @@ def read(peer: int, received: str) -> dict[str, Any]:
             "of fserver on both sides"
         ) from error
     return theirs
+
+
+def landing() -> int:
+    """Returns the first of the keys by which the pushes of one channel land in the tensors of the
+    servers. They are random, because no other push may have one of them."""
+    return LANDING + secrets.randbits(48) * MOST_TENSORS
+
+
+def landing_keys(first: int, n: int) -> list[int]:
+    """Returns the keys of n tensors."""
+    return [first + j for j in range(n)]
 
 
 def apart(worker: int, here: str, there: str) -> str:

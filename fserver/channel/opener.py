@@ -9,7 +9,7 @@ import platform
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,12 +70,18 @@ def _direct(mode: str, device: Any) -> bool:
     return mode != "host" and device.type == "cuda"
 
 
+def _streams(device: Any) -> bool:
+    """Reports whether a side that the engine carries is a StreamSide."""
+    return bool(device.type == "cuda")
+
+
 class _Opening:
     """A channel that this side is still opening.
 
     Attributes:
         handle: the node's number of the channel.
         side: the GpuSide or the side in host memory, once it exists.
+        direct: whether it is a GpuSide.
         waiting: the peers that wait for the description of this side.
     """
 
@@ -83,13 +89,14 @@ class _Opening:
         self._node, self._mode = node, how.mode
         self.handle = handle
         self.side: Any = None
+        self.direct = False
         self.waiting = list(range(peers))
 
     def tell(
         self, peer: int, place: str, out: list[list[Any]], into: list[list[Any]], **more: Any
     ) -> None:
         """Describes this side to a peer."""
-        if self.side:
+        if self.direct:
             more["gpu"] = self.side.describe(peer)
         text = describe.text(self._mode, place, out, into, **more)
         self._node.channel_tell(self.handle, peer, text)
@@ -171,28 +178,31 @@ class Opener:
         into = [describe.all_of(*share) for share in zip(shares, keys, strict=True)]
         with self._opening(how, push_keys, servers, True) as it:
             if _direct(how.mode, device):
-                it.side = _gpu(device, how, [push] * servers, shares, True)
+                it.side, it.direct = _gpu(device, how, [push] * servers, shares, True), True
                 self._node.channel_watch(it.handle, it.side.abort_word)
+            lands = describe.landing() if _streams(device) else 0
             for i in range(servers):
-                it.tell(i, _place(device), out, into[i])
-            path, plans, reason = self._answers(it.handle, how, out, into)
+                it.tell(i, _place(device), out, into[i], lands=lands)
+            path, answers, reason = self._answers(it.handle, how, out, into)
             if path == "host":
                 if it.side:
                     self._node.channel_watch(it.handle, 0)
                     it.side.close()
-                    it.side = None
-
-                def make(out: Any, into: Any, caller: Caller) -> WorkerSide:
-                    return WorkerSide(
-                        self._node, it.handle, out, push_keys, into, flat, servers, caller
-                    )
-
+                    it.side, it.direct = None, False
                 flat = [key for share in keys for key in share]
-                it.side = self._carried(
-                    it.handle, device, push, push_keys, pull, flat, servers, True, make, how
-                )
+                if not _streams(device):
+                    it.side = WorkerSide(
+                        self._node, it.handle, push, push_keys, pull, flat, servers,
+                        Caller(how.timeout_ms),
+                    )  # fmt: skip
+                else:
+                    landed = all(theirs.get("lands") for theirs in answers)
+                    sent = describe.landing_keys(lands, len(push)) if landed else push_keys
+                    it.side = self._carried(
+                        it.handle, device, push, sent, pull, flat, servers, True, landed, how
+                    )
             elif path == how.mode and it.side:
-                it.side.attach(plans)
+                it.side.attach([theirs.get("gpu") for theirs in answers])
             else:
                 raise Error(
                     f"channel: the servers chose path {path!r:.40}, but this side can use "
@@ -258,26 +268,24 @@ class Opener:
             path, reasons = how.mode if direct else "host", [""] * workers
             if not direct and how.mode != "host":
                 reasons = [describe.apart(i, here, t["device"]) for i, t in enumerate(theirs)]
+            lands = [] if direct or not _streams(device) else [t.get("lands") for t in theirs]
+            landed = bool(lands) and all(lands)
             if direct:
-                it.side = _gpu(device, how, shares, into, False)
+                it.side, it.direct = _gpu(device, how, shares, into, False), True
                 self._node.channel_watch(it.handle, it.side.abort_word)
+            elif not _streams(device):
+                it.side = ServerSide(self._node, it.handle, into, shares, Caller(how.timeout_ms))
+            else:
+                flat = [t for row in into for t in row]
+                got = [key for base in lands for key in describe.landing_keys(base or 0, n)]
+                it.side = self._carried(
+                    it.handle, device, pull, [0] * len(pull), flat, got, workers, False, landed, how
+                )
             self._node.channel_state(it.handle)  # before any worker takes this side to be open
             for i in range(workers):
-                it.tell(i, here, *told[i], path=path, reason=reasons[i])
+                it.tell(i, here, *told[i], path=path, reason=reasons[i], lands=landed)
             if direct:
                 it.side.attach([t.get("gpu") for t in theirs])
-            else:
-                each = len(pull) // workers
-
-                def make(out: Any, into: Any, caller: Caller) -> ServerSide:
-                    rows = [into[i * n : (i + 1) * n] for i in range(workers)]
-                    back = [out[i * each : (i + 1) * each] for i in range(workers)]
-                    return ServerSide(self._node, it.handle, rows, back, caller)
-
-                flat = [t for row in into for t in row]
-                it.side = self._carried(
-                    it.handle, device, pull, [0] * len(pull), flat, [], workers, False, make, how
-                )
             reason = "; ".join(filter(None, reasons))
             return self._made(it, how, path, reason, pull, into, push_keys, device, False)
 
@@ -331,9 +339,9 @@ class Opener:
 
     def _answers(
         self, handle: int, how: How, out: list[list[Any]], into: Sequence[list[list[Any]]]
-    ) -> tuple[str, list[Any], str]:
-        """Returns the path that all servers take, what each says to the device, and why the path
-        is not the mode."""
+    ) -> tuple[str, list[dict[str, Any]], str]:
+        """Returns the path that all servers take, what each has told, and why the path is not the
+        mode."""
         answers: list[dict[str, Any]] = []
         for i, share in enumerate(into):
             theirs = self._hear(handle, how, i)
@@ -348,7 +356,7 @@ class Opener:
                 "channel: this GPU can reach the GPUs of some servers only "
                 f'({reason}): open the channel with mode="host" on all sides'
             )
-        return paths.pop(), [theirs.get("gpu") for theirs in answers], reason
+        return paths.pop(), answers, reason
 
     def _refuse(self, handle: int, mode: str, peers: Iterable[int], error: BaseException) -> None:
         """Tells the peers that wait for the description of this side why there is none. No other
@@ -371,16 +379,15 @@ class Opener:
         in_keys: Sequence[int],
         peers: int,
         worker: bool,
-        make: Callable[[Any, Any, Caller], WorkerSide | ServerSide],
+        lands: bool,
         how: How,
-    ) -> Any:
-        """Returns a side whose messages the engine carries. ``make`` makes that of CPU tensors."""
-        if device.type == "cuda":
-            return StreamSide(
-                self._node, handle, Gpu(device), outgoing, out_keys, incoming, in_keys, peers,
-                worker, how.timeout_ms,
-            )  # fmt: skip
-        return make(list(outgoing), list(incoming), Caller(how.timeout_ms))
+    ) -> StreamSide:
+        """Returns a side with GPU tensors whose messages the engine carries; see StreamSide."""
+        direct = _gpu_of(self._node) == device and self._node.gpu_direct()
+        return StreamSide(
+            self._node, handle, Gpu(device), outgoing, out_keys, incoming, in_keys, peers, worker,
+            lands, direct, how.timeout_ms,
+        )  # fmt: skip
 
     def _made(
         self,

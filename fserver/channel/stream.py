@@ -74,12 +74,18 @@ class Gpu:
                 "the container; or use fewer channels or smaller tensors)"
             ) from error
 
+    def like(self, tensor: Tensor) -> Tensor:
+        """Memory of the GPU of another tensor's shape."""
+        return self._torch.empty_like(tensor)
+
     def zeros(self, n: int) -> Tensor:
         """int64 on the GPU."""
         return self._torch.zeros(n, dtype=self._torch.int64, device=self.device)
 
     def flag(self, word: Tensor) -> Tensor:
-        """What host() gave, for show() and wait()."""
+        """What host() or like() gave, for call()."""
+        if word.is_cuda:
+            return word
         flag: Tensor = self._extension.map_pinned_tensor(word, self.device.index)
         return flag
 
@@ -156,7 +162,8 @@ class Gpu:
 
 
 class StreamSide(Side):
-    """One side whose messages the engine exchanges, from and into pinned memory of the host.
+    """One side whose messages the engine exchanges, from and into pinned memory of the host. With
+    ``direct``, from a copy on the GPU and into the tensors themselves.
 
     The words count messages. ``_RUNG``: the stream has filled, or emptied, the host memory of a
     message. ``_ASKED``: the stream waits for one, and its time-out counts. The engine answers with
@@ -169,9 +176,13 @@ class StreamSide(Side):
         outgoing: those that go out: a worker's push tensors, or the answers for each worker in
             one list.
         incoming: those that come in, by peer, in one list.
-        out_keys, in_keys: their keys. A server's are not looked at.
+        out_keys, in_keys: their keys. Those of a server's answers are not looked at.
         peers: their number.
         worker: whether this is the side of a worker.
+        lands: what workers push is received where the servers want it, by keys of the channel's
+            own: a worker's ``out_keys``, a server's ``in_keys``. Otherwise the servers' CPUs copy
+            it there.
+        direct: the peers read and write memory of this GPU, as NICs with GPUDirect do.
         timeout_ms: how long the stream waits for a peer.
     """
 
@@ -188,6 +199,8 @@ class StreamSide(Side):
         in_keys: Sequence[int],
         peers: int,
         worker: bool,
+        lands: bool,
+        direct: bool,
         timeout_ms: float,
     ) -> None:
         import torch
@@ -196,8 +209,15 @@ class StreamSide(Side):
         self._node, self._channel, self._gpu, self._worker = node, channel, gpu, worker
         self._timeout = timeout_ms
         self._out, self._in = list(outgoing), list(incoming)
-        self._out_host = [gpu.host(t) for t in self._out]
-        self._in_host = [gpu.host(t) for t in self._in]
+        # What goes out is copied, because the tensors may change as soon as the stream has sent it.
+        self._sent = [gpu.like(t) if direct else gpu.host(t) for t in self._out]
+        # A CPU copies messages that do not land. Those of a server that sends nothing are copied as
+        # well: recv() lets the workers write the next ones.
+        lands_here = direct and (worker or lands)
+        self._in_place = lands_here and (worker or bool(self._out))
+        self._received = self._in
+        if not self._in_place:
+            self._received = [gpu.like(t) if lands_here else gpu.host(t) for t in self._in]
         self._words = gpu.host(torch.zeros(_WORDS, dtype=torch.int64))
         self._all = [rows_of(t) for t in self._out]
         # The numbers of rows of a message: of all rows, of fewer, and those that are sent.
@@ -212,14 +232,14 @@ class StreamSide(Side):
         self._look = gpu.call("send")
         gpu.settle()
         if worker:
-            ours = (self._out_host, list(out_keys))
-            theirs = _with_counts(self._in_host, in_keys, self._rows_in, peers)
+            ours = (self._sent, list(out_keys))
+            theirs = _with_counts(self._received, in_keys, self._rows_in, peers)
             numbers: tuple[Any, Any] = (self._rows_out, None)
         else:
-            ours = _with_counts(self._out_host, out_keys, self._rows_out, peers)
-            theirs = (self._in_host, [0] * len(self._in))
+            ours = _with_counts(self._sent, out_keys, self._rows_out, peers)
+            theirs = (self._received, list(in_keys) if lands else [0] * len(self._in))
             numbers = (None, self._rows_in)
-        node.channel_carry(channel, self._words, *ours, *theirs, *numbers, timeout_ms)
+        node.channel_carry(channel, self._words, *ours, *theirs, *numbers, timeout_ms, lands)
 
     def _numbers(self, n: int) -> Tensor:
         import torch
@@ -254,8 +274,10 @@ class StreamSide(Side):
         free = None if self._in else (sent, 0, asked, done)
         # Each message has its numbers written: in a graph, nobody knows what was sent before.
         numbers = [(gpu.flag(self._rows_out), n) for n in (self._whole, self._fewer)]
-        out = [(gpu.flag(host), t) for t, host in zip(self._out, self._out_host, strict=True)]
-        into = [(t, gpu.flag(host)) for t, host in zip(self._in, self._in_host, strict=True)]
+        out = [(gpu.flag(to), t) for t, to in zip(self._out, self._sent, strict=True)]
+        into: list[tuple[Tensor, Tensor]] = []
+        if not self._in_place:
+            into = [(t, gpu.flag(of)) for t, of in zip(self._in, self._received, strict=True)]
         into.append((rows, gpu.flag(self._rows_in)))
         return (
             gpu.call("send", wait=free, copies=numbers + out, ring=ring),
@@ -315,7 +337,7 @@ class StreamSide(Side):
     def _forget(self) -> None:
         """Lets go of what the stream has used: who keeps an error of a call, keeps its frames, and
         so this side."""
-        self._out, self._in, self._out_host, self._in_host = [], [], [], []
+        self._out, self._in, self._sent, self._received = [], [], [], []
         del self._send, self._recv, self._look
 
 

@@ -106,15 +106,11 @@ static fs_tensor make(struct lane *l, int index) {
                      .device = -1};
 }
 
-/* Opens a channel, which is open when all peers have told of their side. */
-static void open_channel(struct lane *l) {
-  const uint32_t peers =
-      role_of(side.member) == FS_ROLE_WORKER ? SERVERS : WORKERS;
+/* A channel is open when all peers have told of their side. */
+static void greet(struct lane *l, uint32_t peers) {
   char text[8];
   size_t need;
   int rc;
-  check(fs_channel_open(side.node, kinds[l->kind].name, &l->channel),
-        "fs_channel_open");
   for (uint32_t i = 0; i < peers; i++)
     check(fs_channel_tell(side.node, l->channel, i, "open", 4),
           "fs_channel_tell");
@@ -126,6 +122,7 @@ static void open_channel(struct lane *l) {
   }
 }
 
+/* Messages of the small kind are copied by the servers; the others land. */
 static void open_lane(struct lane *l) {
   const bool worker = role_of(side.member) == FS_ROLE_WORKER;
   fs_carried what = {.words = l->words,
@@ -133,7 +130,8 @@ static void open_lane(struct lane *l) {
                      .in = l->in,
                      .rows = l->rows,
                      .counts = l->counts,
-                     .timeout_ns = side.o->limit};
+                     .timeout_ns = side.o->limit,
+                     .lands = l->kind > 0};
   for (int i = 0; i < OUT; i++)
     l->rows[i] = kinds[l->kind].rows;
   if (worker) {
@@ -147,8 +145,13 @@ static void open_lane(struct lane *l) {
     while (what.nin < OUT * WORKERS)
       l->in[what.nin] = make(l, (int)what.nin % OUT), what.nin++;
   }
-  open_channel(l);
+  check(fs_channel_open(side.node, kinds[l->kind].name, &l->channel),
+        "fs_channel_open");
+  if (worker)
+    greet(l, SERVERS);
   check(fs_channel_carry(side.node, l->channel, &what), "fs_channel_carry");
+  if (!worker)
+    greet(l, WORKERS);
 }
 
 /* Waits as a stream does, until message i is through. False: the channel has ended. */

@@ -85,6 +85,8 @@ class FakeGpu:
     def host(self, like: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(like)
 
+    like = host
+
     def zeros(self, n: int) -> torch.Tensor:
         return torch.zeros(n, dtype=torch.int64)
 
@@ -137,10 +139,12 @@ class On:
     """Has channels be those of a stream, for the thread that opens them."""
 
     gpu = FakeGpu
+    direct = False
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.streams: dict[str, Stream] = {}
         self._of: dict[int, Stream] = {}
+        monkeypatch.setattr(opener, "_streams", lambda device: True)
         monkeypatch.setattr(opener.Opener, "_carried", lambda *args: self._carried(*args))
 
     def stream(self, name: str) -> Stream:
@@ -148,13 +152,18 @@ class On:
 
     def _carried(self, of: Any, handle: int, device: Any, *args: Any) -> Any:
         stream = self.stream(threading.current_thread().name)
-        *rest, make, how = args
-        return StreamSide(of._node, handle, self.gpu(stream), *rest, how.timeout_ms)
+        *rest, how = args
+        return StreamSide(of._node, handle, self.gpu(stream), *rest, self.direct, how.timeout_ms)
+
+
+# Whether peers write to the tensors themselves.
+both = pytest.mark.parametrize("on", [False, True], ids=["copied", "direct"], indirect=True)
 
 
 @pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[On]:
+def on(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[On]:
     one = On(monkeypatch)
+    one.direct = getattr(request, "param", False)
     yield one
     for stream in one.streams.values():
         stream.close()
@@ -311,6 +320,7 @@ def test_second_thread(cluster: MakeCluster, on: On, monkeypatch: pytest.MonkeyP
         side.send()
 
 
+@both
 @pytest.mark.parametrize("way", ["tcp", "cma"])
 def test_replayed(cluster: MakeCluster, on: On, way: str) -> None:
     """61 layers x 3 stages in a graph on both sides, with data that changes, beside calls that are
@@ -448,6 +458,7 @@ def test_memory_of_a_gpu_that_does_not_say_that_it_is_done(
     s.close()
 
 
+@both
 def test_rows_and_dtypes(pair: Cluster, on: On) -> None:
     push = [torch.arange(24.0).reshape(8, 3), torch.tensor(7, dtype=torch.int16), torch.ones(0, 2)]
     pull = [torch.empty_like(t) for t in push]
@@ -467,6 +478,7 @@ def test_rows_and_dtypes(pair: Cluster, on: On) -> None:
         w.send([9, 1, 0])
 
 
+@both
 def test_one_way(pair: Cluster, on: On) -> None:
     """Nothing is overwritten before it has been read, however far a stream is ahead."""
     x = torch.zeros(1000)
@@ -477,6 +489,7 @@ def test_one_way(pair: Cluster, on: On) -> None:
         w.send()
     for _ in range(50):
         s.recv()
+        at_server.put(lambda: time.sleep(0.001))  # the next message may come meanwhile
         at_server.put(lambda: seen.append(s.tensors[0][0].sum().item()))
     done(at_worker, at_server)
     assert seen == [1000.0 * i for i in range(50)]
@@ -491,6 +504,24 @@ def test_one_way(pair: Cluster, on: On) -> None:
         at_worker.put(lambda: got.append(y[0].item()))
     done(at_worker, at_server)
     assert got == list(range(20))
+
+
+@both
+@pytest.mark.parametrize("plain", ["w", "s"])
+def test_other_side_on_the_cpu(
+    pair: Cluster, on: On, monkeypatch: pytest.MonkeyPatch, plain: str
+) -> None:
+    """A side of CPU tensors names no keys by which messages land, and asks for none."""
+    monkeypatch.setattr(opener, "_streams", lambda device: threading.current_thread().name != plain)
+    x, y = torch.zeros(100), torch.zeros(50)
+    w, s, *_ = opened(on, pair, [x], [y])
+    for i in range(3):
+        x.fill_(i)
+        s.outgoing[0].fill_(i + 0.5)
+        together([lambda: (w.send(), w.recv()), lambda: (s.recv(), s.send())])
+        done(*on.streams.values())
+        assert s.tensors[0][0].eq(i).all() and y.eq(i + 0.5).all()
+    together([w.close, s.close])
 
 
 def test_close_sends_what_is_enqueued(pair: Cluster, on: On) -> None:

@@ -35,6 +35,41 @@ func TestPasses(t *testing.T) {
 	}
 }
 
+// TestPassesNotItsOwn: a frame that passes waits for writes of its own User, and for no others.
+func TestPassesNotItsOwn(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overTCP)
+	src, dst, held := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1), onGPU(t, g, 4096, 1)
+	k, other := b.Key(t, dst), b.Key(t, held)
+	frame := func(s string, user uint64) transport.Op {
+		op := text(s, true)
+		op.User = user
+		return op
+	}
+	writes := func(k transport.Key, at transport.Point, user uint64) transport.Op {
+		op := overtest.Write(k, src, at)[0]
+		op.User = user
+		return op
+	}
+	ops := []transport.Op{writes(k, transport.Point{}, 7), frame("behind 7", 7)}
+	n, err := a.C.Post(ops)
+	require.NoError(t, err)
+	require.Len(t, ops, n)
+	until(t, a, b, func() bool { return len(b.Frames) == 1 })
+	holds(t, g, dst, 5)
+	point, open := overtest.HeldUp(t, g, a.F)
+	ops = []transport.Op{writes(other, point, 8), frame("behind 8", 8), frame("behind 9", 9)}
+	n, err = a.C.Post(ops)
+	require.NoError(t, err)
+	require.Len(t, ops, n)
+	until(t, a, b, func() bool { return len(b.Frames) == 2 })
+	polls(t, a, b)
+	require.Equal(t, []string{"behind 7", "behind 9"}, b.Frames)
+	open()
+	until(t, a, b, func() bool { return len(b.Frames) == 3 })
+	holds(t, g, held, 5)
+}
+
 // TestPassesBehindLanding: a frame that passes waits all the same for what is copied from a
 // shadow, as that may be memory of the host; the copy waits for nobody.
 func TestPassesBehindLanding(t *testing.T) {

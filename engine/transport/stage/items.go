@@ -29,19 +29,30 @@ const (
 	wayStaged        // in pieces, through host memory
 )
 
-// order posts a frame or a loan. One that passes goes to inner at once. Any other one goes when
-// everything before it has been started and is with inner, and else becomes an item.
+// order posts a frame or a loan. One that passes goes to inner at once, unless a write of its own User waits. Any other one
+// goes when everything before it has been started and is with inner, and else becomes an item.
 func (c *Conn) order(op *transport.Op) (taken bool, err error) {
-	if !op.Passes && c.passed != c.Line.End {
+	passes := op.Passes && !c.holds(op.User)
+	if !passes && c.passed != c.Line.End {
 		c.Advance()
 	}
 	switch {
 	case c.Err != nil:
 		return false, c.Err
-	case op.Passes, c.passed == c.Line.End, len(op.Frame) > transport.MaxFrame: // which inner refuses
+	case passes, c.passed == c.Line.End, len(op.Frame) > transport.MaxFrame: // which inner refuses
 		return c.send(op)
 	}
 	return c.Line.Push(op, item{}), nil
+}
+
+// holds reports whether a write of a User is still to be handed to inner. 0 is none.
+func (c *Conn) holds(user uint64) bool {
+	for i := c.passed; user != 0 && i != c.Line.End; i++ {
+		if op := &c.Line.At(i).Op; op.Kind == transport.OpWrite && op.User == user {
+			return true
+		}
+	}
+	return false
 }
 
 // Done implements over.Conn: it takes the end of a piece.
