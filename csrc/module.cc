@@ -259,15 +259,15 @@ void define_engine(py::module_ &m) {
 
 // For the roles that carry tensors.
 template <class C> void add_carry(py::class_<C, Node> &c) {
-  c.def("channel_carry", [](C &n, uint64_t channel, py::handle words,
-                            py::handle out, py::handle out_keys, py::handle in,
-                            py::handle in_keys, py::handle rows,
-                            py::handle counts, py::handle timeout_ms,
-                            bool lands) {
-    n.channel_carry(channel, words.ptr(), out.ptr(), out_keys.ptr(), in.ptr(),
-                    in_keys.ptr(), rows.ptr(), counts.ptr(), timeout_ms.ptr(),
-                    lands);
-  });
+  c.def("channel_carry",
+        [](C &n, uint64_t channel, py::handle words, py::handle out,
+           py::handle out_keys, py::handle in, py::handle in_keys,
+           py::handle rows, py::handle counts, py::handle timeout_ms,
+           bool lands) {
+          n.channel_carry(channel, words.ptr(), out.ptr(), out_keys.ptr(),
+                          in.ptr(), in_keys.ptr(), rows.ptr(), counts.ptr(),
+                          timeout_ms.ptr(), lands);
+        });
   c.def("gpu_direct", &C::gpu_direct);
 }
 
