@@ -1,8 +1,8 @@
 """`fserver bench`: measures fserver on this host. See --help of each benchmark.
 
 A Run (run.py) has the table and the ways that take turns; raw ones are programs in C (baseline.py).
-The processes of fserver are a crew (crew.py) of actors (actors.py). Those of other libraries
-(rivals.py, libraries.py) and of graphs are a team (team.py).
+The processes (processes.py) of fserver are a crew (crew.py) of actors (actors.py). Those of other
+libraries (rivals.py, libraries.py) and of graphs are a team (team.py).
 """
 
 import argparse

@@ -3,30 +3,25 @@
 The parent measures nothing itself: it is blocked while the others are busy.
 """
 
-import atexit
 import contextlib
 import dataclasses
-import faulthandler
 import itertools
-import multiprocessing
 import os
 import pkgutil
-import re
 import secrets
 import signal
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from typing import Any
-from unittest import mock
 
 from fserver import Error
 from fserver.run import free_port
 
-from .errors import BenchError, WrongDataError
+from .errors import BenchError
+from .processes import Child, gather
 
 OTHERS = ("DMLC_", "STEPMESH_")  # variables with roles, ranks and addresses of others
 KEPT = ("DMLC_INTERFACE", "STEPMESH_SPLIT_QP_LAG")  # but these choose what is measured
@@ -34,9 +29,6 @@ START_TIMEOUT = 180.0  # seconds; imports of torch on a busy machine
 SERVE_S = 24 * 3600.0  # for the server of two hosts
 TIMEOUT = 600.0  # seconds; what a benchmark does between two answers
 PARTING_S = 1.0  # for the others to say what they have seen, once one has failed
-APART_S = 0.5  # so that processes do not say at the same time where they hang
-KILL_TIMEOUT = 10.0  # seconds; what the kernel takes to end a process, with all its memory
-GONE = re.compile("EOFError|Pipe|does not answer|by peer")  # another process has failed
 
 
 @dataclass(frozen=True)
@@ -116,74 +108,17 @@ class Member:
     variables: Mapping[str, str] = field(default_factory=dict)  # of its environment, and no fork
 
 
-@dataclass
-class Peer:
-    """One of the processes, seen from the parent."""
-
-    member: Member
-    conn: Connection
-    process: Any
-
-    def result(self) -> Any:
-        """What the method returned; waits for it. Raises BenchError: it failed, or has ended."""
-        try:
-            answer = self.conn.recv()
-        except (EOFError, ConnectionResetError):
-            self.process.join(5)
-            status = self.process.exitcode
-            answer = BenchError(f"the {self.member.name} ended with status {status}")
-        if isinstance(answer, BenchError):
-            raise answer
-        return answer
-
-    def end(self, patience: float) -> None:
-        """Waits for the process to end by itself, then ends it. One that is still there is left
-        behind, and at its end this process does not wait for it, as it would without limit."""
-        self.process.join(patience)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join(KILL_TIMEOUT)
-        if self.process.is_alive():
-            name = f"the {self.member.name} (pid {self.process.pid})"
-            text = f"{name} has not ended {KILL_TIMEOUT:g} s after SIGKILL: the kernel holds it"
-            print(f"bench: {text} (/proc/{self.process.pid}/stack shows where)", file=sys.stderr)
-            atexit.register(os._exit, 1)
-        self.conn.close()
-
-
-def spawn(member: Member) -> Peer:
-    """Starts the process: a fork of one that has torch imported and nothing running, or, where it
-    needs an environment of its own from the start, a new one."""
-    context: Any = multiprocessing.get_context("spawn" if member.variables else "forkserver")
-    if not member.variables:
-        context.set_forkserver_preload([f"{__package__}.actors"])
-    conn, theirs = context.Pipe()
-    args = theirs, member, MAKE[member.role]
-    process = context.Process(target=_child, args=args, daemon=True)
-    try:
-        with mock.patch.dict(os.environ, member.variables):
-            process.start()
-    except (EOFError, OSError) as error:  # EOFError: the fork server has ended
-        raise BenchError(
-            f"the {member.name} cannot be started: {error!r} (check for a killed process, free "
-            "memory, and the limit of processes, ulimit -u)"
-        ) from None
-    theirs.close()
-    return Peer(member, conn, process)
-
-
 class Crew:
     """The processes of a benchmark, and at most one cluster at a time of nodes in them. They end
     with the first error, and with the block: at once if it failed."""
 
     def __init__(self, members: Sequence[Member], limit: float = TIMEOUT):
         """`limit`: seconds that a method may take."""
-        self.limit = limit
+        self.limit, self.members, self.peers = limit, members, list[Child]()
         self.gpus = (0, 0)  # of workers and servers, if their tensors are on GPUs
-        self.peers: list[Peer] = []
         try:
-            for member in members:
-                self.peers.append(spawn(member))
+            for m in members:
+                self.peers.append(Child(m.name, _child, m, MAKE[m.role], **m.variables))
         except BaseException:
             self.close(0)
             raise
@@ -196,65 +131,35 @@ class Crew:
         self.close(0 if error else 30)
 
     def all(self, method: str, *args: Any, limit: float | None = None) -> list[Any]:
-        """Runs the method of that name in all; gives their results in order. A process that takes
-        longer prints where it is."""
-        limit = limit or self.limit
-        for i, peer in enumerate(self.peers):
-            self._tell(peer, method, limit + i * APART_S, args)
-        return self.results(limit + 2)
+        """Runs the method of that name in all; gives their results in order."""
+        for peer in self.peers:
+            peer.put((method, *args))
+        return self.results(limit or self.limit)
 
     def workers(self, method: str, *args: Any, limit: float | None = None) -> list[Any]:
         """The same; only the results of processes that hold workers."""
-        found = zip(self.peers, self.all(method, *args, limit=limit), strict=True)
-        return [result for peer, result in found if peer.member.role == "worker"]
+        found = zip(self.members, self.all(method, *args, limit=limit), strict=True)
+        return [result for member, result in found if member.role == "worker"]
 
     def transport(self) -> str:
         """What the first process that holds workers uses; "a+b" if that is several."""
         return "+".join(self.workers("links")[0])
 
     def results(self, limit: float) -> list[Any]:
-        """Waits for all: that they have started, or what a method returned.
-
-        Raises:
-            BenchError: one failed or took too long. The others have PARTING_S to say what they
-                have seen, as the first may only have waited for another. Wrong data goes first,
-                and the loss of another process last.
-        """
-        waiting = {peer.conn: peer for peer in self.peers}
-        found: dict[str, Any] = {}
-        errors: list[BenchError] = []
-        end = time.monotonic() + limit
-        while waiting and (ready := wait(list(waiting), max(0.0, end - time.monotonic()))):
-            for peer in [waiting.pop(conn) for conn in list(waiting) if conn in ready]:
-                try:
-                    found[peer.member.name] = peer.result()
-                except BenchError as error:
-                    errors.append(error)
-                    end = min(end, time.monotonic() + PARTING_S)
-        if waiting and not errors:
-            names = " and ".join(peer.member.name for peer in waiting.values())
-            errors = [BenchError(f"no answer from {names} within {limit:g} s")]
-        if errors:
+        """Waits for all: that they have started, or what a method returned."""
+        try:
+            return gather(self.peers, limit, PARTING_S)
+        except BenchError:
             self.close(0)
-            errors.sort(
-                key=lambda e: (not isinstance(e, WrongDataError), bool(GONE.search(e.reason)))
-            )
-            raise type(errors[0])("\n".join(map(str, errors)), errors[0].reason)
-        return [found[peer.member.name] for peer in self.peers]
+            raise
 
     def close(self, patience: float = 2) -> None:
         """Ends the processes, which have so many seconds each to do it themselves."""
         peers, self.peers = self.peers, []
         for peer in peers if patience else ():
-            self._tell(peer)
+            peer.put(())
         for peer in peers:
-            peer.end(patience)
-
-    @staticmethod
-    def _tell(peer: Peer, *order: Any) -> None:
-        """Gives an order, or, if it is empty, the end. A peer that is gone says so in `result`."""
-        with contextlib.suppress(OSError):
-            peer.conn.send(order)
+            peer.close(patience)
 
     @contextlib.contextmanager
     def cluster(
@@ -271,8 +176,7 @@ class Crew:
             scheduler: "host:port", if the counterpart of the one process is on another host.
             device: "gpu": tensors of workers are on the first, those of servers on the last GPU.
         """
-        members = [peer.member for peer in self.peers]
-        total = {r: sum(m.nodes for m in members if m.role == r) for r in ("worker", "server")}
+        total = {role: sum(m.nodes for m in self.members if m.role == role) for role in MAKE}
         if scheduler:
             total = {"worker": 1, "server": 1}
         if device == "gpu":
@@ -283,13 +187,12 @@ class Crew:
         ranks = {role: itertools.count() for role in total}
         with contextlib.ExitStack() as stack:
             address = scheduler or stack.enter_context(free_port(host or "127.0.0.1"))
-            for peer in self.peers:
-                role = peer.member.role
+            for member, peer in zip(self.members, self.peers, strict=True):
+                role = member.role
                 gpu = self.gpus[role == "server"] if device == "gpu" else None
                 where = total["worker"], total["server"], address, settings, host, gpu
-                mine = itertools.islice(ranks[role], peer.member.nodes)
-                places = [Place(role, rank, *where) for rank in mine]
-                self._tell(peer, "connect", START_TIMEOUT, (places,))
+                mine = itertools.islice(ranks[role], member.nodes)
+                peer.put(("connect", [Place(role, rank, *where) for rank in mine]))
             self.results(START_TIMEOUT)
             yield
             self.all("leave")
@@ -347,40 +250,21 @@ def serve(connected: contextlib.AbstractContextManager[Crew], scheduler: str) ->
 
 def _child(conn: Connection, member: Member, make: Factory) -> None:
     """Life of one process: pinned before any library starts a thread, then orders until the end.
-
-    It sends None when it has started, then what each method returned, or a BenchError, after which
-    it ends with status 1.
-    """
+    It sends None when it has started, then what each method returned."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     if member.core is not None:
         os.sched_setaffinity(0, {member.core})
-    for variable in [name for name in os.environ if name.startswith(OTHERS)]:
-        if variable not in KEPT:
-            del os.environ[variable]
+    for variable in [v for v in os.environ if v.startswith(OTHERS) and v not in KEPT]:
+        del os.environ[variable]
     os.environ["STEPMESH_BACKEND"] = "CPU"  # but for those with a Place on a GPU
-    faulthandler.enable()
-    made, actor, answer = member.actor, None, None
+    made = member.actor
     try:
         if isinstance(made, str):
             made = pkgutil.resolve_name(f"{__package__}.{made.replace('.', ':')}")
         actor = made(make, *member.args)
-        while True:
-            conn.send(answer)
-            if not (order := conn.recv()):
-                return
-            method, limit, args = order
-            faulthandler.dump_traceback_later(limit)
-            answer = actor.obey(method, *args)
-            faulthandler.cancel_dump_traceback_later()
-    except WrongDataError as error:
-        answer = WrongDataError(f"the {member.name} received wrong data: {error}")
-    except BaseException as error:
-        ours = isinstance(error, (Error, BenchError, ModuleNotFoundError))
-        text = str(error) if ours else f"\n{traceback.format_exc()}"
-        reason = str(error) if ours else f"{type(error).__name__}: {error}"
-        answer = BenchError(f"the {member.name} failed: {text}", reason)
-    with contextlib.suppress(OSError):
-        conn.send(answer)
-    if actor is not None:
-        actor.close()
-    sys.exit(1)
+        Finalize(None, actor.close, exitpriority=0)  # when an error has been sent
+        conn.send(None)
+        while order := conn.recv():
+            conn.send(actor.obey(*order))
+    except Error as error:
+        raise BenchError(str(error)) from None

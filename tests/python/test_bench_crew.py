@@ -96,14 +96,11 @@ def test_a_fork_server_that_is_killed(monkeypatch, capsys):
 
 def said(*messages):
     """A crew of a peer for each message, which has been received from it."""
-    made = []
-    for i, message in enumerate(messages):
+    both = crew.Crew([])
+    for message in messages:
         ours, theirs = socket_pipe()
         theirs.send(message)
-        ended = Mock(is_alive=lambda: False)
-        made.append(crew.Peer(crew.Member(f"worker {i}", "", "worker"), ours, ended))
-    both = crew.Crew([])
-    both.peers = made
+        both.peers.append(Mock(conn=ours))
     return both
 
 
@@ -155,7 +152,7 @@ def test_a_process_that_hangs_is_named_and_ended(capfd):
     with crew.Crew([both[0]], limit=1) as one:
         process = one.peers[0].process
         begun = time.monotonic()
-        with pytest.raises(BenchError, match="^no answer from worker within 3 s$"):
+        with pytest.raises(BenchError, match="^no answer from worker within 1 s$"):
             one.all("sleep", 1000)
         assert time.monotonic() - begun < 20 and not process.is_alive()
     assert " in sleep\n" in capfd.readouterr().err
@@ -197,7 +194,7 @@ def of_group(group):
 
 STAYS = """
 import multiprocessing, os, signal
-from fserver.bench import crew
+from fserver.bench import crew, processes
 
 def stay(conn):
     os.closerange(1, 3)
@@ -205,19 +202,15 @@ def stay(conn):
     conn.send(None)
     signal.pause()
 
-crew.KILL_TIMEOUT = 2
-context = multiprocessing.get_context("fork")
-peers = []
-for name in ("worker", "server"):
-    ours, theirs = context.Pipe()
-    process = context.Process(target=stay, args=(theirs,), daemon=True)
-    process.start()
-    ours.recv()
-    peers.append(crew.Peer(crew.Member(name, "", name), ours, process))
-    print(process.pid)
-process.kill = lambda: None  # the server, which the kernel does not let go
+fork = multiprocessing.get_context("fork")
+multiprocessing.get_context = lambda kind: fork
+processes.KILL_TIMEOUT = 2
 both = crew.Crew([])
-both.peers = peers
+both.peers = [processes.Child(name, stay) for name in ("worker", "server")]
+processes.gather(both.peers, 60, 0)
+for child in both.peers:
+    print(child.process.pid)
+child.process.kill = lambda: None  # the server, which the kernel does not let go
 both.close(0)
 """
 
@@ -251,15 +244,15 @@ def test_port_is_held():
 
 
 def test_a_process_that_cannot_be_started_ends_the_others(monkeypatch):
-    made, real = [], crew.spawn
+    made, real = [], crew.Child
 
-    def spawn(member):
+    def start(*args):
         if made:
             raise BenchError("no more processes")
-        made.append(real(member))
+        made.append(real(*args))
         return made[0]
 
-    monkeypatch.setattr(crew, "spawn", spawn)
+    monkeypatch.setattr(crew, "Child", start)
     with pytest.raises(BenchError, match="no more processes"):
         crew.Crew(crew.members(None))
     assert not made[0].process.is_alive()

@@ -132,7 +132,7 @@ def test_one_that_dies(monkeypatch):
 def test_one_that_hangs(monkeypatch, capfd):
     forkserver._forkserver._stop()  # the next one has the standard error of this test
     monkeypatch.setattr(rivals, "LIMIT", 4.0)
-    why = "no answer from worker 0 and server 0 within 6 s"
+    why = "no answer from worker 0 and server 0 within 4 s"
     assert measured(monkeypatch, HangingSide) == [([], why)] * 3
     assert " in act\n" in capfd.readouterr().err  # where it was
 
