@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import runpy
 import sys
 import tempfile
-import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 from torch.distributed import TCPStore
+
+from fserver.bench.errors import BenchError
+from fserver.bench.processes import Child, gather
 
 LIMIT = 120.0
 """Seconds after which the program hangs."""
@@ -19,8 +21,6 @@ LIMIT = 120.0
 
 def launched(program: Path, *options: str, size: int = 2) -> str:
     """Runs it in `size` processes and gives what they print. They have to end well."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "fserver"])
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     given = {
         "WORLD_SIZE": str(size),
@@ -30,23 +30,24 @@ def launched(program: Path, *options: str, size: int = 2) -> str:
         "OMP_NUM_THREADS": "1",
     }
     with tempfile.NamedTemporaryFile("r") as out:
-        started = []
+        ranks, failed = [], ""
         for rank in range(size):
             env = {**given, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            args = (str(program), options, env, out.name)
-            started.append(context.Process(target=_run, args=args, daemon=True))
-            started[-1].start()
-        end = time.monotonic() + LIMIT
-        for process in started:
-            process.join(max(0.0, end - time.monotonic()))
-            process.kill()
-            process.join()
+            ranks.append(Child(f"rank {rank}", _run, str(program), options, env, out.name))
+        try:
+            gather(ranks, LIMIT, 5)
+        except BenchError as error:
+            failed = str(error)
+        for child in ranks:
+            child.close(0 if failed else LIMIT)
         text = out.read()
-    assert [process.exitcode for process in started] == [0] * size, text
+    assert not failed and not any(child.process.exitcode for child in ranks), f"{failed}\n{text}"
     return text
 
 
-def _run(program: str, options: tuple[str, ...], env: dict[str, str], out: str) -> None:
+def _run(
+    conn: Connection, program: str, options: tuple[str, ...], env: dict[str, str], out: str
+) -> None:
     file = os.open(out, os.O_WRONLY | os.O_APPEND)
     for fd in (1, 2):
         os.dup2(file, fd)
@@ -55,3 +56,4 @@ def _run(program: str, options: tuple[str, ...], env: dict[str, str], out: str) 
     sys.argv = [program, *options]
     sys.path.insert(0, str(Path(program).parent))
     runpy.run_path(program, run_name="__main__")
+    conn.send(None)

@@ -3,9 +3,7 @@ every rank of a group runs it and answers."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -15,10 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fserver.bench.processes import Child, failure, gather
 from fserver.ringx import window
 
 SIZE = 4
-LIMIT = {"cpu": 60.0, "cuda": 300.0}
+LIMIT = {"cpu": 120.0, "cuda": 300.0}
 """Seconds after which ranks that have not answered hang."""
 
 GROUPS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (3,), (2, 3), (1, 2, 3))
@@ -46,20 +45,8 @@ class World:
 
     def __init__(self, directory: Path, size: int = SIZE, device: str = "cpu"):
         self.size, self.device = size, device
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "fserver"])
-        pipes = [context.Pipe() for _ in range(size)]
-        self._connections = [mine for mine, _ in pipes]
-        self._processes = [
-            context.Process(
-                target=_serve, args=(rank, size, device, str(directory / "store"), theirs)
-            )
-            for rank, (_, theirs) in enumerate(pipes)
-        ]
-        for process in self._processes:
-            process.start()
-        for _, theirs in pipes:
-            theirs.close()
+        where = size, device, str(directory / "store")
+        self._ranks = [Child(f"rank {rank}", _serve, rank, *where) for rank in range(size)]
 
     def run(
         self, members: Sequence[int], function: Callable[..., Any], *args: Any, **options: Any
@@ -67,27 +54,21 @@ class World:
         """The results of ``function(Rank, *args, **options)`` by rank in the group.
 
         Raises:
-            AssertionError: with the traceback, if a rank raised, or if one does not answer.
+            BenchError: with the traceback, if a rank raised, or if one does not answer.
         """
         for member in members:
-            self._connections[member].send((tuple(members), function, args, options))
-        answers = []
-        for member in members:
-            assert self._connections[member].poll(LIMIT[self.device]), f"rank {member} hangs"
-            answers.append(self._connections[member].recv())
-        for member, (good, value) in zip(members, answers, strict=True):
-            assert good, f"rank {member}:\n{value}"
-        return [value for _, value in answers]
+            self._ranks[member].put((tuple(members), function, args, options))
+        limit = LIMIT[self.device]
+        return gather([self._ranks[member] for member in members], limit, limit)
 
     def close(self) -> None:
-        for connection in self._connections:
-            connection.close()
-        for process in self._processes:
-            process.join(10)
-            process.kill()
+        for rank in self._ranks:
+            rank.conn.close()
+        for rank in self._ranks:
+            rank.close(10)
 
 
-def _serve(rank: int, size: int, device: str, store: str, connection: Connection) -> None:
+def _serve(connection: Connection, rank: int, size: int, device: str, store: str) -> None:
     torch.set_num_threads(1)
     where = {"init_method": f"file://{store}", "rank": rank, "world_size": size}
     gpus = torch.cuda.device_count() if device == "cuda" else 0
@@ -110,6 +91,7 @@ def _serve(rank: int, size: int, device: str, store: str, connection: Connection
             return  # without leaving the group: the others may be gone
         me = Rank(groups[members], members.index(rank), len(members))
         try:
-            connection.send((True, function(me, *args, **options)))
-        except BaseException:
-            connection.send((False, traceback.format_exc()))
+            answer = function(me, *args, **options)
+        except BaseException as error:
+            answer = failure(error)
+        connection.send(answer)
