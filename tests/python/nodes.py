@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
 import os
 import socket
 import threading
@@ -19,6 +18,7 @@ import pytest
 
 import fserver
 from fserver import _loader
+from fserver.bench import processes
 from fserver.node import environment
 
 LIMIT = 30.0
@@ -144,38 +144,19 @@ def _live() -> tuple[int, int, int]:
 # Other processes
 
 
-_context = multiprocessing.get_context("forkserver")
-# Importing loads no engine, so a process with the imports done can be forked.
-_context.set_forkserver_preload(["torch", "fserver"])
-
-
-class Child:
+class Child(processes.Child):
     """Another process. Its function gets a connection to the test, then the arguments."""
 
     def __init__(self, function: Callable[..., None], *args: Any, **env: str):
-        self.conn, theirs = _context.Pipe()
-        self.process = _context.Process(target=_child, args=(theirs, function, args, env))
-        self.process.start()
-        theirs.close()
+        super().__init__(function.__name__, _child, function, args, env)
 
     @property
     def pid(self) -> int:
-        assert self.process.pid is not None
-        return self.process.pid
+        return int(self.process.pid)
 
     def get(self, limit: float = LIMIT) -> Any:
-        """What the child has sent, or the exception that ended it."""
-        assert self.conn.poll(limit), "the child says nothing"
-        try:
-            ok, value = self.conn.recv()
-        except EOFError:
-            raise AssertionError("the child has ended") from None
-        if not ok:
-            raise value
-        return value
-
-    def put(self, value: Any) -> None:
-        self.conn.send(value)
+        """What the child has sent. Raises BenchError if an exception has ended it."""
+        return super().get(limit)
 
     def kill(self) -> float:
         """kill -9; gives the time."""
@@ -186,12 +167,8 @@ class Child:
     def end(self) -> None:
         """The child ends by itself, without an error."""
         self.process.join(LIMIT)
-        assert self.process.exitcode == 0
-
-    def reap(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.conn.close()
+        while self.process.exitcode != 0:
+            self.get(0)
 
 
 class Parent:
@@ -201,7 +178,7 @@ class Parent:
         self._conn = conn
 
     def put(self, value: Any) -> None:
-        self._conn.send((True, value))
+        self._conn.send(value)
 
     def get(self) -> Any:
         return self._conn.recv()
@@ -213,11 +190,7 @@ def _child(
     for name in environment():
         del os.environ[name]
     os.environ.update({"STEPMESH_BACKEND": "CPU", **env})
-    try:
-        function(Parent(conn), *args)
-    except BaseException as error:
-        conn.send((False, error))
-        raise
+    function(Parent(conn), *args)
 
 
 @pytest.fixture
@@ -231,7 +204,7 @@ def child() -> Iterator[Callable[..., Child]]:
 
     yield make
     for one in made:
-        one.reap()
+        one.close()
 
 
 @pytest.fixture
