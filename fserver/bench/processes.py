@@ -21,7 +21,7 @@ from unittest import mock
 from .errors import BenchError, WrongDataError
 
 DUMP_S = 0.5  # for a process to print its stacks before the next one does
-KILL_TIMEOUT = 10.0  # seconds; what the kernel takes to end a process, with all its memory
+KILL_TIMEOUT = 20.0  # seconds; what the kernel takes to end a process, with all its memory
 GONE = re.compile("EOFError|Pipe|does not answer|by peer")  # another process has failed
 
 
@@ -53,9 +53,8 @@ class Child:
         return gather([self], limit, 0)[0]
 
     def close(self, patience: float = 0) -> None:
-        """Closes the connection, gives the process time to end by itself, then kills it. One that
-        is still there is left behind, and this process ends without waiting for it."""
-        self.conn.close()
+        """Gives the process time to end by itself, then kills it, and closes the connection. One
+        that is still there is left behind, and this process ends without waiting for it."""
         self.process.join(patience)
         if self.process.is_alive():
             self.process.kill()
@@ -65,6 +64,7 @@ class Child:
             text = f"{name} has not ended {KILL_TIMEOUT:g} s after SIGKILL: the kernel holds it"
             print(f"bench: {text} (/proc/{self.process.pid}/stack shows where)", file=sys.stderr)
             atexit.register(os._exit, 1)
+        self.conn.close()
 
 
 def gather(children: Sequence[Child], limit: float, parting: float) -> list[Any]:

@@ -41,7 +41,7 @@ def serve(
             torch.cuda.synchronize()  # peers write beside our streams
         server.register_recv_buffer(own, [0], [0])
     if not again:  # no worker comes before it knows where to
-        pipe.send((True, server.scheduler))
+        pipe.send(server.scheduler)
     server.connect()
     seen: dict[str, Any] = {"requests": 0, "devices": set(), "inside": True, "transport": ""}
     kept: list[Any] = []
@@ -345,7 +345,7 @@ def wrong_server(pipe: Connection, device: int) -> list[str]:
     bad = []
     torch.cuda.set_device(device)
     server = peers.server(device)
-    pipe.send((True, server.scheduler))
+    pipe.send(server.scheduler)
     server.connect()
     notify = Notify(lambda handler: None, server.get_batch)
     notify.init()
@@ -440,7 +440,7 @@ def notified_server(pipe: Connection, device: int, rounds: int) -> list[str]:
     torch.cuda.synchronize(device)  # peers write beside our streams
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    pipe.send((True, port))
+    pipe.send(port)
     with library("server", port, device) as f:
         f.register_recv_buffer(own, [0], [0])
         f.barrier(True, True)
@@ -552,7 +552,7 @@ def until_killed(pipe: Connection, scheduler: str, device: int, transport: str) 
     w = peers.worker(scheduler, device, transport)
     h = w.push_pull([x], [0], [y], [0])
     w.wait(h, timeout_ms=15000)
-    pipe.send((True, "running"))
+    pipe.send("running")
     while True:
         w.wait(w.push_pull([x], [0], [y], [0]), timeout_ms=15000)
 
@@ -584,11 +584,11 @@ def survives(
             good = 0
             while good < rounds:
                 good += exchange()
-            pipe.send((True, "running"))
+            pipe.send("running")
             if life < lives:
                 while exchange():
                     pass
-                pipe.send((True, "lost"))
+                pipe.send("lost")
                 pipe.recv()
     return bad
 

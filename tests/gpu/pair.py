@@ -4,18 +4,16 @@ who does not finish is asked what its GPU sees, and ended."""
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import importlib
 import multiprocessing
-import multiprocessing.connection
 import os
-import signal
 import sys
 import threading
 import time
-import traceback
 from multiprocessing.connection import Connection
 from typing import Any
+
+from fserver.bench.errors import BenchError
+from fserver.bench.processes import Child, failure, gather
 
 LIMIT_S = 10.0
 START_S = 40.0  # torch, and a context
@@ -95,14 +93,8 @@ def say(index: int, text: str) -> None:
 
 
 def _serve(
-    index: int,
-    device: int | None,
-    link: Connection,
-    control: Connection,
-    rounds: Any,
-    env: dict[str, str],
+    control: Connection, index: int, device: int | None, link: Connection, rounds: Any
 ) -> None:
-    os.environ.update(env)
     with contextlib.suppress(OSError):  # other processes are not in the way of the timings
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) >= 8:
@@ -112,25 +104,20 @@ def _serve(
     if device is not None:
         torch.cuda.set_device(device)
         torch.ones(1, device="cuda").add_(1).item()
-    control.send((True, "ready"))
+    control.send("ready")
     while True:
-        try:
-            module, name, kwargs, limit = control.recv()
-        except EOFError:
-            return
+        function, kwargs, limit = control.recv()
         side = Side(index, device, link, rounds)
-        faulthandler.dump_traceback_later(limit + 3, exit=True)
         watch = threading.Timer(limit, side.autopsy)
         watch.daemon = True
         watch.start()
         try:
-            result = getattr(importlib.import_module(module), name)(side, **kwargs)
-            control.send((True, result))
-        except BaseException:  # to the test
+            answer = function(side, **kwargs)
+        except BaseException as error:  # to the test
             side.autopsy()
-            control.send((False, traceback.format_exc()))
+            answer = failure(error)
+        control.send(answer)
         watch.cancel()
-        faulthandler.cancel_dump_traceback_later()
 
 
 class Pair:
@@ -148,80 +135,44 @@ class Pair:
     ) -> None:
         self.devices = devices
         env = env or ({},)
-        context = multiprocessing.get_context("spawn")
-        links = context.Pipe()
-        rounds = context.RawArray("Q", 2)
-        self.controls, self.processes = [], []
-        for index, device in enumerate(devices):
-            here, there = context.Pipe()
-            process = context.Process(
-                target=_serve,
-                args=(index, device, links[index], there, rounds, env[index % len(env)]),
-                daemon=True,
-            )
-            process.start()
-            there.close()
-            self.controls.append(here)
-            self.processes.append(process)
+        links, rounds = multiprocessing.Pipe(), multiprocessing.RawArray("Q", 2)
+        self.sides = [
+            Child(f"side {i}", _serve, i, device, links[i], rounds, **env[i % len(env)])
+            for i, device in enumerate(devices)
+        ]
         for link in links:
             link.close()
-        for index in (0, 1):
-            self.result(index, START_S)
+        self._results(2 * START_S)
 
     def start(self, index: int, function: Any, limit: float = LIMIT_S, **kwargs: Any) -> None:
-        self.controls[index].send((function.__module__, function.__name__, kwargs, limit))
+        self.sides[index].put((function, kwargs, limit))
 
     def result(self, index: int, limit: float = LIMIT_S + 5) -> Any:
-        if not self.controls[index].poll(limit):
-            raise TimeoutError(f"side {index} has not finished within {limit} s")
-        ok, value = self.controls[index].recv()
-        if not ok:
-            raise AssertionError(f"side {index}:\n{value}")
-        return value
+        return self.sides[index].get(limit)
 
     def run(self, function: Any, limit: float = LIMIT_S, **kwargs: Any) -> list[Any]:
         """Runs a function of a module on both sides and gives both results. When one fails, the
         other is not waited for."""
         for index in (0, 1):
             self.start(index, function, limit, **kwargs)
-        results: dict[int, Any] = {}
-        errors: list[str] = []
-        end = time.monotonic() + limit + 5
-        while len(results) + len(errors) < 2:
-            ready = multiprocessing.connection.wait(
-                [c for i, c in enumerate(self.controls) if i not in results],
-                max(0.0, end - time.monotonic()),
-            )
-            if not ready:
-                errors.append("nobody has finished in time")
-                break
-            for index in (0, 1):
-                if index in results or self.controls[index] not in ready:
-                    continue
-                try:
-                    results[index] = self.result(index, 1)
-                except (Exception, EOFError) as error:
-                    errors.append(f"side {index}: {error!r}" if not str(error) else str(error))
-                    results[index] = None
-                    end = min(end, time.monotonic() + 2)
-        if errors:
+        return self._results(limit + 5)
+
+    def _results(self, limit: float) -> list[Any]:
+        try:
+            return gather(self.sides, limit, 2)
+        except BenchError:
             self.close()
-            raise AssertionError("\n".join(errors))
-        return [results[0], results[1]]
+            raise
 
     def kill(self, index: int) -> None:
-        os.kill(self.processes[index].pid, signal.SIGKILL)
-        self.processes[index].join(10)
+        self.sides[index].close()
 
     @property
     def alive(self) -> bool:
-        return all(process.is_alive() for process in self.processes)
+        return all(side.process.is_alive() for side in self.sides)
 
     def close(self) -> None:
-        for control in self.controls:
-            control.close()
-        for process in self.processes:
-            process.join(1)
-            if process.is_alive():
-                process.kill()
-                process.join(5)
+        for side in self.sides:
+            side.conn.close()
+        for side in self.sides:
+            side.close(1)

@@ -1,24 +1,28 @@
 """The processes of the GPU tests: a server that answers, and workers that check what comes back.
 
-Everything runs in children that are spawned, so that the process of pytest never touches CUDA. A
-worker's function gives its result; what it raises fails the test.
+Everything runs in children, so that the process of pytest never touches CUDA. A worker's function
+gives its result; what it raises fails the test.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
-import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
+
+from fserver.bench import processes
+from fserver.bench.errors import BenchError
 
 LIMIT = 20.0
 """Seconds after which something that a test waits for will not come any more."""
 
 START = 40.0
 """Seconds for a process to start, import torch and be heard for the first time."""
+
+OVER = "the function is over"
+"""What a process sends when it can run another function."""
 
 POISON = 0xA5
 
@@ -49,9 +53,8 @@ def place(device: int | None) -> str:
     return "cpu" if device is None else f"cuda:{device}"
 
 
-def _main(pipe: Connection, env: dict[str, str]) -> None:
-    """Runs one job after the other: what it sends, its result or its error, and None."""
-    os.environ.update(env)
+def _main(pipe: Connection) -> None:
+    """Runs one job after the other: what it sends, its result or its error, and OVER."""
     import gc
 
     import torch
@@ -59,34 +62,30 @@ def _main(pipe: Connection, env: dict[str, str]) -> None:
     import fserver  # noqa: F401
 
     torch.cuda.init()
-    while (job := pipe.recv()) is not None:
-        function, args, settings = job
+    while True:
+        function, args, settings = pipe.recv()
         os.environ.update(settings)
         try:
-            pipe.send((True, function(pipe, *args)))
-        except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            pipe.send(function(pipe, *args))
+        except BaseException as error:
+            pipe.send(processes.failure(error))
         for name in settings:
             del os.environ[name]
         gc.collect()
         torch.cuda.set_device(0)
         torch.cuda.empty_cache()
-        pipe.send(None)
+        pipe.send(OVER)
 
 
-class Process:
+class Process(processes.Child):
     """A process that runs functions of modules. To start one and to make its CUDA contexts
     takes seconds, so that tests share them."""
 
     idle: dict[frozenset[tuple[str, str]], list[Process]] = {}
 
     def __init__(self, env: dict[str, str]) -> None:
-        context = multiprocessing.get_context("spawn")
         self.env, self.first = frozenset(env.items()), True
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_main, args=(theirs, env), daemon=True)
-        self.process.start()
-        theirs.close()
+        super().__init__("GPU process", _main, **env)
 
     @classmethod
     def of(cls, env: dict[str, str]) -> Process:
@@ -103,15 +102,11 @@ class Process:
     def give_back(self) -> None:
         Process.idle.setdefault(self.env, []).append(self)
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join(LIMIT)
-
     @classmethod
     def end(cls) -> None:
         for free in cls.idle.values():
             for one in free:
-                one.kill()
+                one.close()
         cls.idle.clear()
 
 
@@ -122,52 +117,47 @@ class Child:
     def __init__(self, function: Callable[..., Any], *args: Any, **env: str) -> None:
         settings = {k: v for k, v in env.items() if k.startswith("FSERVER_")}
         self._on = Process.of({k: v for k, v in env.items() if k not in settings})
-        self._over = self._dead = False
-        self._on.pipe.send((function, args, settings))
-
-    def _next(self) -> Any:
-        on = self._on
-        limit = START if on.first else LIMIT
-        if not on.pipe.poll(limit):
-            raise TimeoutError(f"process {on.process.pid} says nothing for {limit} s")
-        on.first = False
-        return on.pipe.recv()
+        self._dead = False
+        self._on.name = function.__name__
+        self._on.put((function, args, settings))
 
     def get(self) -> Any:
         """The next thing that the function sends, or its result."""
-        good, value = self._next()
-        if not good:
+        limit = START if self._on.first else LIMIT
+        self._on.first = False
+        try:
+            return self._on.get(limit)
+        except BenchError:
             self._dead = True  # nodes may be left open
-            raise AssertionError(f"in process {self._on.process.pid}:\n{value}")
-        return value
+            raise
 
     def end(self) -> str:
         """What the function gives or says, for the error of another one."""
         try:
-            return f"process {self._on.process.pid} ended with {self.get()}"
-        except (AssertionError, OSError, EOFError) as error:
+            return f"{self._on.name} ended with {self.get()}"
+        except (BenchError, OSError) as error:
             return str(error)
 
     def put(self, value: Any) -> None:
-        self._on.pipe.send(value)
+        self._on.put(value)
 
     def kill(self) -> None:
         self._dead = True
-        self._on.kill()
+        self._on.close()
 
     def reap(self, wait: bool) -> None:
         """Gives the process back, once the function has ended; else, or if that is not waited
         for, ends it."""
         try:
             while not self._dead:
-                if not self._on.pipe.poll(5 if wait else 0):
+                if not self._on.conn.poll(5 if wait else 0):
                     break
-                if self._on.pipe.recv() is None:
+                if self._on.conn.recv() == OVER:
                     self._on.give_back()
                     return
         except (OSError, EOFError):
             pass
-        self._on.kill()
+        self._on.close()
 
 
 def allocator(_: Any) -> str:
@@ -217,4 +207,4 @@ def free_memory(pipe: Connection, device: int) -> None:
         while time.monotonic() < end and (len(seen) < 6 or len(set(seen[-5:])) > 1):
             seen.append(torch.cuda.mem_get_info(device)[0])
             time.sleep(0.1)
-        pipe.send((True, seen[-1]))
+        pipe.send(seen[-1])

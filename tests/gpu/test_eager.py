@@ -11,6 +11,8 @@ import pytest
 from pair import at_once
 from peers import Child
 
+from fserver.bench.errors import BenchError
+
 SIZES = [1, 4096, 65539, 128 * 7168, 2 * 128 * 7168, 16 << 20]
 
 Make = Callable[..., Child]
@@ -41,7 +43,7 @@ def run(
     w = child(worker, s.get(), devices[0], *([transport, *args]), **env)
     try:
         return w.get(), s.get()
-    except AssertionError as error:
+    except BenchError as error:
         raise AssertionError(f"{error}\nand {s.end()}") from None
 
 
@@ -289,6 +291,6 @@ def _schedule(pipe: Any) -> None:
     import fserver
 
     s = fserver.Scheduler(scheduler="127.0.0.1:0", connect=False)
-    pipe.send((True, s.scheduler))
+    pipe.send(s.scheduler)
     pipe.recv()
     s.close()

@@ -41,7 +41,7 @@ def serve(pipe: Connection, device: int | None, mode: str, lives: int) -> list[s
     bad = []
     torch.cuda.set_device(device)
     own = _node("Server", "127.0.0.1:0", device, 0, host_scheduler=True)
-    pipe.send((True, own.scheduler))
+    pipe.send(own.scheduler)
     own.connect()
     tensors = [torch.zeros(WORDS, device=peers.place(device)) for _ in range(4)]
 
@@ -92,7 +92,7 @@ def serve(pipe: Connection, device: int | None, mode: str, lives: int) -> list[s
             bad.append(f"life {life}: {ended!r}, and then the channel says {lost!r}")
         ch.close()
         del ch
-        pipe.send((True, "lost"))
+        pipe.send("lost")
         while not pipe.poll(0):
             answer(own.get_batch(timeout_ms=20, at_least=1))
         pipe.recv()
@@ -146,7 +146,7 @@ def work(
         if first:
             for i in range(10):
                 eager(i, "at first")
-            pipe.send((True, "joined"))
+            pipe.send("joined")
             pipe.recv()
         for life in range(first, lives + 1):
             options = {"mode": mode, "name": f"life {life}", "timeout_ms": WAIT_MS}
@@ -159,7 +159,7 @@ def work(
                         exchange(ch, i, f"life {life}")
                         eager(i, f"life {life}")
                         if i == 10:
-                            pipe.send((True, "running"))
+                            pipe.send("running")
                     if life == lives:
                         w.barrier(True, True)
                 except fserver.Error as error:
@@ -172,7 +172,7 @@ def work(
                 bad.append(f"life {life}: {ended}")
             for i in range(20):
                 eager(i, f"alone after life {life}")
-            pipe.send((True, "alone"))
+            pipe.send("alone")
             pipe.recv()
     return bad
 
@@ -255,7 +255,7 @@ def serve_rows(pipe: Connection, device: int | None, mode: str, turns: int) -> l
     bad = []
     torch.cuda.set_device(device)
     own = _node("Server", "127.0.0.1:0", device, 0, host_scheduler=True)
-    pipe.send((True, own.scheduler))
+    pipe.send(own.scheduler)
     own.connect()
     push = [t for shapes in PUSH for t in _zeros(shapes, device)]
     pull = [_zeros(shapes, device) for shapes in PULL]
@@ -323,7 +323,7 @@ def serve_last(pipe: Connection, device: int | None, mode: str) -> list[str]:
     bad = []
     torch.cuda.set_device(device)
     own = _node("Server", "127.0.0.1:0", device, 0, host_scheduler=True)
-    pipe.send((True, own.scheduler))
+    pipe.send(own.scheduler)
     own.connect()
     into = [torch.zeros(64, device=peers.place(device)) for _ in range(2)]
     with own.channel([1], [], [], push=into, mode=mode, timeout_ms=WAIT_MS) as ch:

@@ -96,7 +96,7 @@ def behind_a_full_stream(pipe: Connection, device: int, call: str) -> list[str]:
     import fserver
 
     torch.cuda.set_device(device)
-    pipe.send((True, "ready"))
+    pipe.send("ready")
     stream = torch.cuda.Stream()
     host, flag = _word(device)
     seq = _one(device)
@@ -158,7 +158,7 @@ def freed(pipe: Connection, device: int, how: str) -> list[str]:
     import fserver
 
     torch.cuda.set_device(device)
-    pipe.send((True, "ready"))
+    pipe.send("ready")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         host, flag = _word(device)
@@ -207,7 +207,7 @@ def ends(pipe: Connection, device: int) -> list[str]:
     import fserver
 
     torch.cuda.set_device(device)
-    pipe.send((True, "ready"))
+    pipe.send("ready")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         host, flag = _word(device)
@@ -265,7 +265,7 @@ def beside_a_capture(pipe: Connection, device: int) -> list[str]:
     from fserver import _loader
 
     torch.cuda.set_device(device)
-    pipe.send((True, "ready"))
+    pipe.send("ready")
     extension = _loader.load()
     count = torch.zeros(1, device=peers.place(device))
     count.add_(1)
