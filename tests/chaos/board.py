@@ -69,7 +69,7 @@ CLOSE, OPEN = 1, 2
 TAKEN_FOR_LOST = 3  # exit status of a process whose node was closed by the others
 
 
-def enter(*args: Any) -> None:
+def enter(_: Any, *args: Any) -> None:
     """What a process starts with. The driver has no need of torch, and does not import it."""
     from member import main
 

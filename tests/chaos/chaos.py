@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -41,6 +40,9 @@ from board import (
     Shape,
     enter,
 )
+
+from fserver.bench.errors import BenchError
+from fserver.bench.processes import Child
 
 HANG = 20.0  # seconds after which what is waited for will not come
 START = 120.0  # the same for the first processes, which import torch
@@ -84,10 +86,6 @@ class Hang(Exception):
     """Something did not happen."""
 
 
-class Ended(Exception):
-    """A process ended that nobody has killed."""
-
-
 def plan(kills: int, seed: int) -> list[Kill]:
     """All turns: as many for each shape and mode, as far as the number allows."""
     rng = random.Random(seed)
@@ -106,37 +104,26 @@ def plan(kills: int, seed: int) -> list[Kill]:
     return turns
 
 
-class Process:
+class Process(Child):
     """A process of the cluster, and its row."""
-
-    _context = multiprocessing.get_context("forkserver")
-    # Imports take two seconds, and load no engine: what has made them can be forked.
-    _context.set_forkserver_preload(["torch", "fserver"])
 
     def __init__(
         self, cluster: Cluster, row: int, name: Name, run: int, options: dict[str, Any], log: Path
     ):
         board = cluster.board
-        self.name, self.row = name, board.rows[row]
-        args = (board.path, board.count, row, cluster.shape, name, run, options, str(log))
-        self._process = self._context.Process(target=enter, args=args, daemon=True)
-        self.started = time.monotonic()
-        self._process.start()
+        self.member, self.row, self.started = name, board.rows[row], time.monotonic()
+        args = board.path, board.count, row, cluster.shape, name, run, options, str(log)
+        super().__init__(str(name), enter, *args)
 
     def signal(self, number: int) -> None:
-        os.kill(self._process.pid, number)
+        os.kill(self.process.pid, number)
 
     def ended(self) -> int | None:
         """Its exit status, once it has ended."""
-        return self._process.exitcode
+        return self.process.exitcode
 
     def join(self, timeout: float) -> None:
-        self._process.join(timeout)
-
-    def end(self) -> None:
-        """kill -9, whatever it is doing."""
-        self._process.kill()
-        self._process.join()
+        self.process.join(timeout)
 
 
 class Cluster:
@@ -204,7 +191,7 @@ class Cluster:
 
         Raises:
             Hang: it is not met in time.
-            Ended: a process ended.
+            BenchError: a process ended.
         """
         limit = self.limits.hang if limit is None else limit
         end = time.monotonic() + limit
@@ -213,7 +200,7 @@ class Cluster:
                 raise Hang(f"{otherwise} after {limit:g} s")
             for name, process in self.members.items():
                 if name not in but and process.ended() is not None:
-                    raise Ended(f"{name} has ended with status {process.ended()}")
+                    process.get(0)
             time.sleep(0.001)
         return time.monotonic()
 
@@ -270,9 +257,9 @@ class Cluster:
             time.sleep(kill.pause)
         for process in gone:
             # It has the port, or answers for its rank until it has left.
-            if (process.name.role == "scheduler" and kill.way != "close") or kill.way == "term":
+            if (process.member.role == "scheduler" and kill.way != "close") or kill.way == "term":
                 if kill.way == "freeze":
-                    process.end()
+                    process.close()
                     late = 0.0
                 process.join(self.limits.hang)
         began = time.monotonic()
@@ -309,10 +296,10 @@ class Cluster:
     def restart(self, kill: Kill, gone: list[Process]) -> None:
         for process in gone:
             if kill.way == "close":
-                self.runs[process.name] += 1
+                self.runs[process.member] += 1
                 process.started, process.row.order = time.monotonic(), OPEN
             else:
-                self.start(process.name)
+                self.start(process.member)
 
     def check_end(self, kill: Kill, process: Process) -> None:
         """One that was killed has ended as it should."""
@@ -321,7 +308,7 @@ class Cluster:
             raise Hang(f"{process.name}, which was to end by {WAYS[kill.way]}, runs on")
         good = {"term": 0, "freeze": TAKEN_FOR_LOST}.get(kill.way, -signal.SIGKILL)
         if status not in (good, -signal.SIGKILL):
-            raise Ended(f"{process.name} has ended with status {status} by {WAYS[kill.way]}")
+            raise BenchError(f"{process.name} has ended with status {status} by {WAYS[kill.way]}")
 
     def stop(self) -> None:
         """All leave together."""
@@ -331,7 +318,7 @@ class Cluster:
             if process.ended() is None:
                 raise Hang(f"{process.name} has not left")
             if process.ended() != 0:
-                raise Ended(f"{process.name} has ended with status {process.ended()}")
+                process.get(0)
 
     def dump(self) -> None:
         """Has all processes write where they are, in Python and in Go, to their logs."""
@@ -343,7 +330,7 @@ class Cluster:
 
     def end(self) -> None:
         for process in {*self.members.values(), *self.old}:
-            process.end()
+            process.close()
 
 
 def run(
@@ -369,7 +356,7 @@ def run(
                     cluster.stop()
                     cluster.end()
                     cluster = None
-            except (Hang, Ended) as error:
+            except (Hang, BenchError) as error:
                 results["hangs" if isinstance(error, Hang) else "ended"].append(str(error))
                 turn = kills[len(kills) - len(left) - 1]
                 print(f"chaos: {turn}: {error}", file=sys.stderr)

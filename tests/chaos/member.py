@@ -9,7 +9,6 @@ an earlier run are seen.
 from __future__ import annotations
 
 import collections
-import faulthandler
 import os
 import random
 import signal
@@ -218,7 +217,6 @@ def main(
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(out, 2)
     os.close(out)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends us
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # which closes the node
     torch.set_num_threads(1)
