@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 from unittest import mock
@@ -29,9 +29,9 @@ class Child:
     """A process that runs function(connection, *args): the fork of one that has imported torch, or
     a new one, if its environment needs variables from the start. Its parent has this object."""
 
-    def __init__(self, name: str, function: Any, *args: Any, **variables: str):
+    def __init__(self, name: str, function: Callable[..., None], *args: Any, **variables: str):
         context: Any = multiprocessing.get_context("spawn" if variables else "forkserver")
-        context.set_forkserver_preload(["torch", "fserver"])  # which starts no thread
+        context.set_forkserver_preload([f"{__package__}.actors"])  # all that takes long to import
         self.name, (self.conn, theirs) = name, context.Pipe()
         args = theirs, function, args
         self.process: Any = context.Process(None, _main, name, args, daemon=True)
@@ -111,7 +111,7 @@ def failure(error: BaseException) -> BenchError:
     return BenchError(text, f"{type(error).__name__}: {error}")
 
 
-def _main(conn: Connection, function: Any, args: tuple[Any, ...]) -> None:
+def _main(conn: Connection, function: Callable[..., None], args: tuple[Any, ...]) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     try:

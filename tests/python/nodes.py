@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -190,7 +191,11 @@ def _child(
     for name in environment():
         del os.environ[name]
     os.environ.update({"STEPMESH_BACKEND": "CPU", **env})
-    function(Parent(conn), *args)
+    try:
+        function(Parent(conn), *args)
+    except Exception:
+        traceback.print_exc()  # the test may fail before it hears of it
+        raise
 
 
 @pytest.fixture
