@@ -20,7 +20,7 @@ import torch
 from bench_fakes import CorruptingServer, FakeServer, FakeWorker, RepeatingServer, interruptible
 
 from fserver import bench, run
-from fserver.bench import actors, crew, pingpong
+from fserver.bench import actors, crew, pingpong, processes
 from fserver.bench.crew import Case, Place
 from fserver.bench.errors import BenchError, WrongDataError
 
@@ -92,6 +92,35 @@ def test_a_fork_server_that_is_killed(monkeypatch, capsys):
     assert bench.main(["pingpong", "--sizes", "64", "--no-baseline"]) == 1
     text = "bench: the worker cannot be started: EOFError("
     assert text in capsys.readouterr().err
+
+
+def variable(conn, name):
+    conn.send(os.environ.get(name))
+    conn.recv()
+
+
+def test_a_process_can_have_variables_of_its_own():
+    """It alone; it is no fork."""
+    first, second = (processes.Child("one", variable, "OWN", **own) for own in ({"OWN": "1"}, {}))
+    assert processes.gather([first, second], crew.START_TIMEOUT, 0) == ["1", None]
+    for child in (first, second):
+        child.close()
+    assert "OWN" not in os.environ
+
+
+def test_the_end_of_a_process_is_an_answer():
+    for end, why in (
+        (lambda child: child.process.kill(), "^the one ended with status -9$"),
+        (lambda child: child.put(""), "^the one ended with status 0$"),
+        (lambda child: child.conn.send_bytes(b""), r"(?s)^the one failed: \nTraceback .*EOFError"),
+    ):
+        child = processes.Child("one", variable, "OWN")
+        assert child.get(crew.START_TIMEOUT) is None
+        end(child)
+        with pytest.raises(BenchError, match=why):
+            child.get(60)
+        child.put("")
+        child.close()
 
 
 def said(*messages):
