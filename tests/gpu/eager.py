@@ -600,6 +600,6 @@ def in_one(
     here, there = multiprocessing.Pipe()
     with ThreadPoolExecutor(1) as pool:
         server = pool.submit(serve, there, devices[1], transport)
-        scheduler = here.recv()[1]
+        scheduler = here.recv()
         result = round_trips(pipe, scheduler, devices[0], transport, sizes, rounds)
         return result, server.result(peers.LIMIT)
