@@ -39,7 +39,7 @@ func allocations(t *testing.T, way ...string) {
 	shared, err := mem.NewShared(8)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, mem.FreeShared(shared.ID())) })
-	lent := Tensor{Span: mem.Span{Addr: shared.Region().Addr, Len: 8}, Dev: mem.CPU, Key: 2, Base: shared.Region(), Dims: []int64{8}}
+	lent := Tensor{Span: mem.Span{Addr: shared.Region().Addr, Len: 8}, Dev: mem.CPU, Key: 2, Base: shared.Region(), Alloc: 1 << 60, Dims: []int64{8}}
 	with, without := m.once(tensor(t, 1, 512), lent, tensor(t, 1, 512)), m.once(tensor(t, 1, 512), tensor(t, 2, 3), tensor(t, 1, 512))
 	watch, _ := newWatch(t, m.workers[0])
 	once := func() {

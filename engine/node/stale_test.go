@@ -88,7 +88,8 @@ func staleKey(t *testing.T, way ...string) {
 		require.True(t, s.driver.Under(func() { _, err = at.conn.Post([]transport.Op{op}) }))
 		require.NoError(t, err)
 		require.Eventually(t, func() bool { return logs.FilterMessage("connection ended").Len() == i+1 }, 20*time.Second, time.Millisecond)
-		require.Contains(t, logs.FilterMessage("connection ended").All()[i].ContextMap()["error"], "no operation of this process uses the memory")
+		// Of NICs the server's says what is wrong, and it may not come through before its connection ends.
+		require.Regexp(t, "no operation of this process uses the memory|a wrong key|the queue pair ended", logs.FilterMessage("connection ended").All()[i].ContextMap()["error"])
 		require.NoError(t, echo(t, w, m.servers, 1, closed()), "it is dialled again")
 	}
 	m.stop()

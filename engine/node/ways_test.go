@@ -3,6 +3,7 @@ package node
 import (
 	"encoding/json"
 	"errors"
+	"os"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -33,16 +34,28 @@ func eachWay(t *testing.T, test func(t *testing.T, way ...string)) {
 		{"tcp", []string{"FSERVER_TRANSPORT=tcp"}},
 		{"cma", []string{"FSERVER_TRANSPORT=cma", "FSERVER_CMA=direct"}},
 		{"cma staged", []string{"FSERVER_TRANSPORT=cma", "FSERVER_CMA=staged"}},
+		{"verbs", []string{"FSERVER_TRANSPORT=verbs", "FSERVER_RDMA_DEVICE=" + device()}},
 	} {
 		for _, mode := range []string{"caller", "thread"} {
 			t.Run(w.name+" "+mode, func(t *testing.T) {
-				if w.name == "cma" {
+				switch w.name {
+				case "cma":
 					skipWithoutCMA(t)
+				case "verbs":
+					newNICs(t)
 				}
 				test(t, append(w.settings, "FSERVER_PROGRESS="+mode)...)
 			})
 		}
 	}
+}
+
+// device is an RDMA device that there is with newNICs.
+func device() string {
+	if os.Getenv("FSERVER_TEST_RDMA") != "" {
+		return "rxe0"
+	}
+	return "fake0"
 }
 
 // skipWithoutCMA skips where the kernel lets no process write into another.

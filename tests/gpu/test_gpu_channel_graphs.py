@@ -170,7 +170,7 @@ def test_layers_by_host(pair: Pair, apart: bool, transport: str) -> None:
     pair.run(layered, 90, mode="host", apart=apart, transport=transport, **shape)
 
 
-def compiled(side: Side, backend: str) -> None:
+def compiled(side: Side, backend: str, mode: str) -> None:
     """torch.compile takes a whole step."""
     import torch
     import torch._inductor.config
@@ -178,7 +178,7 @@ def compiled(side: Side, backend: str) -> None:
     torch.compiler.reset()
     torch._inductor.config.compile_threads = 1  # in this process
     # The first to have compiled its step waits for the other.
-    with node(side) as own, opened(side, own, 4096, "kernel", 3, timeout_ms=60000) as ch:
+    with node(side) as own, opened(side, own, 4096, mode, 3, timeout_ms=60000) as ch:
 
         def worker(x: Any) -> Any:
             ch.outgoing[0].copy_(x * 2)
@@ -203,13 +203,14 @@ def compiled(side: Side, backend: str) -> None:
         side.barrier()
 
 
+@pytest.mark.parametrize("mode", ["kernel", "host"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compile(pair: Pair, backend: str) -> None:
+def test_compile(pair: Pair, backend: str, mode: str) -> None:
     if backend == "inductor" and not (
         importlib.util.find_spec("triton") and shutil.which(os.environ.get("CC", "gcc"))
     ):
         pytest.skip("inductor needs triton and a C compiler")
-    pair.run(compiled, 25 if backend == "aot_eager" else 90, backend=backend)
+    pair.run(compiled, 25 if backend == "aot_eager" else 90, backend=backend, mode=mode)
 
 
 def opened_in_a_capture(side: Side, mode: str) -> None:
