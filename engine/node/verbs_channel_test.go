@@ -14,8 +14,8 @@ import (
 
 // Channels whose messages the engine carries between tensors of a GPU, on two RDMA devices.
 
-// TestVerbsGPUChannelDirect: the NIC reads the messages from memory of the GPU, and writes them where they belong.
-func TestVerbsGPUChannelDirect(t *testing.T) {
+// TestVerbsGPUDirectChannel: the NIC reads the messages from memory of the GPU, and writes them where they belong.
+func TestVerbsGPUDirectChannel(t *testing.T) {
 	if os.Getenv("FSERVER_TEST_RDMA") != "" && os.Getenv("FSERVER_TEST_DMABUF") == "" {
 		t.Skip("FSERVER_TEST_DMABUF is not set, and a real NIC does not take memory of a GPU that is played")
 	}
@@ -40,9 +40,9 @@ func TestVerbsGPUChannelDirect(t *testing.T) {
 	}
 }
 
-// TestVerbsGPUChannelStaged: memory of the GPU is refused where the NIC takes none. Where it takes none of some tensors, these go
+// TestVerbsGPUStagedChannel: memory of the GPU is refused where the NIC takes none. Where it takes none of some tensors, these go
 // through host memory, and the frame of a message waits for them.
-func TestVerbsGPUChannelStaged(t *testing.T) {
+func TestVerbsGPUStagedChannel(t *testing.T) {
 	if os.Getenv("FSERVER_TEST_RDMA") != "" {
 		t.Skip("FSERVER_TEST_RDMA is set, and only the fake library refuses memory")
 	}

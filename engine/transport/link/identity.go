@@ -33,7 +33,7 @@ type Identity struct {
 func SharedIdentity(secret []byte, cluster string) (*Identity, error) {
 	seed, err := hkdf.Key(sha256.New, secret, nil, "fserver tls key of cluster "+cluster, ed25519.SeedSize)
 	if err != nil {
-		return nil, fmt.Errorf("tcp: derive the TLS key: %w", err)
+		return nil, fmt.Errorf("link: derive the TLS key: %w", err)
 	}
 	key := ed25519.NewKeyFromSeed(seed)
 	// Nothing in it but the key counts. It is the same on all nodes so that it
@@ -46,7 +46,7 @@ func SharedIdentity(secret []byte, cluster string) (*Identity, error) {
 	}
 	der, err := x509.CreateCertificate(rand.Reader, &template, &template, key.Public(), key)
 	if err != nil {
-		return nil, fmt.Errorf("tcp: derive the TLS certificate: %w", err)
+		return nil, fmt.Errorf("link: derive the TLS certificate: %w", err)
 	}
 	return &Identity{cert: tls.Certificate{Certificate: [][]byte{der}, PrivateKey: key}}, nil
 }
@@ -57,13 +57,13 @@ func SharedIdentity(secret []byte, cluster string) (*Identity, error) {
 func FileIdentity(cert, key, roots []byte) (*Identity, error) {
 	pair, err := tls.X509KeyPair(cert, key)
 	if err != nil {
-		return nil, fmt.Errorf("tcp: TLS certificate: %w", err)
+		return nil, fmt.Errorf("link: TLS certificate: %w", err)
 	}
 	i := &Identity{cert: pair, roots: x509.NewCertPool()}
 	if len(bytes.TrimSpace(roots)) == 0 {
 		i.roots.AddCert(pair.Leaf)
 	} else if !i.roots.AppendCertsFromPEM(roots) {
-		return nil, fmt.Errorf("tcp: TLS roots: the file contains no certificate")
+		return nil, fmt.Errorf("link: TLS roots: the file contains no certificate")
 	}
 	return i, nil
 }

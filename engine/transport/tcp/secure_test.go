@@ -90,10 +90,10 @@ func TestFileIdentityErrors(t *testing.T) {
 	cert, _ := a.issue(time.Now().Add(time.Hour))
 	_, key := a.issue(time.Now().Add(time.Hour))
 	_, err := link.FileIdentity(cert, key, nil)
-	require.ErrorContains(t, err, "tcp: TLS certificate: tls: private key does not match public key")
+	require.ErrorContains(t, err, "link: TLS certificate: tls: private key does not match public key")
 	cert, key = a.issue(time.Now().Add(time.Hour))
 	_, err = link.FileIdentity(cert, key, key)
-	require.ErrorContains(t, err, "tcp: TLS roots: the file contains no certificate")
+	require.ErrorContains(t, err, "link: TLS roots: the file contains no certificate")
 }
 
 // meet lets a dialer connect to a listener and gives what each side says of it.

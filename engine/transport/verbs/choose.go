@@ -101,7 +101,7 @@ func listDevices(library string) ([]string, error) {
 	case len(names) > 0:
 		return names, nil
 	case seen == "":
-		return nil, unavailable("no RDMA device ("+sysClass+" is empty)", "load the driver of the NIC, such as mlx5_ib; without one, use tcp")
+		return nil, unavailable("no RDMA device ("+sysClass+" is empty)", "load the driver of the NIC, such as mlx5_ib; without one, use TCP")
 	}
 	if _, err := os.Stat(filepath.Join(filepath.Dir(sysClass), "infiniband_verbs")); err != nil {
 		return nil, unavailable("the kernel has "+seen+", but not the module ib_uverbs", loadModules)
