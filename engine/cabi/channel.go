@@ -59,7 +59,7 @@ func fs_channel_tell(h C.fs_node, channel C.fs_channel, peer C.uint32_t, text *C
 //export fs_channel_text
 func fs_channel_text(h C.fs_node, channel C.fs_channel, peer C.uint32_t, buf *C.char, room C.size_t, need *C.size_t, slice C.int64_t) C.int {
 	return on(h, func(nd *node.Node) error {
-		s, err := nd.ChannelText(uint64(channel), int(peer), time.Duration(slice))
+		s, err := nd.ChannelText(uint64(channel), int(peer), int(room), time.Duration(slice))
 		return space{buf, room, need}.put([]byte(s), err)
 	})
 }

@@ -383,12 +383,13 @@ int fs_channel_carry(fs_node node, fs_channel channel, const fs_carried *what);
 // NIC with GPUDirect does, else 0.
 int fs_gpu_direct(fs_node node, int *direct);
 
-// Tells a peer bytes of text about this side, once.
+// Tells a peer bytes of text about this side; more of it when the peer has read that.
 int fs_channel_tell(fs_node node, fs_channel channel, uint32_t peer,
                     const char *text, size_t bytes);
 
-// What a peer has told of its side, or, if it has said so, why it has closed it; waits
-// for that, at most slice_ns (then -EAGAIN). *need as in fs_describe.
+// What a peer has told of its side, which is not given again when it was copied to buf,
+// or, if it has said so, why it has closed it. Waits for that, at most slice_ns (then
+// -EAGAIN). *need as in fs_describe.
 int fs_channel_text(fs_node node, fs_channel channel, uint32_t peer, char *buf,
                     size_t cap, size_t *need, int64_t slice_ns);
 

@@ -89,6 +89,8 @@ type Channel struct {
 type counterpart struct {
 	text   string // of what it told last
 	told   bool   // text is valid
+	read   bool   // text has been taken
+	final  bool   // text is why it has closed its side
 	parted bool   // it has closed its side, or is gone
 }
 
@@ -139,19 +141,19 @@ func (cs *Channels) Frame(i int, b []byte) (over string, err error) {
 	if v.Closes {
 		if ch != nil && ch.peers[i].told && !ch.peers[i].parted {
 			if v.Text != "" {
-				ch.peers[i].text = v.Text
+				ch.peers[i].text, ch.peers[i].final = v.Text, true
 			}
 			ch.part(i)
 			return "", nil
 		}
 		delete(early, v.Name)
 		if waits && v.Text != "" {
-			early[v.Name] = counterpart{text: v.Text, told: true, parted: true}
+			early[v.Name] = counterpart{text: v.Text, told: true, parted: true, final: true}
 		}
 		return v.Name, nil
 	}
-	if ch != nil && !ch.peers[i].told && !ch.peers[i].parted {
-		ch.peers[i].text, ch.peers[i].told = v.Text, true
+	if ch != nil && (!ch.peers[i].told || ch.peers[i].read) && !ch.peers[i].parted {
+		ch.peers[i] = counterpart{text: v.Text, told: true}
 		return "", nil
 	}
 	if waits && !p.parted || !waits && !cs.room(i) {
@@ -266,14 +268,21 @@ func (ch *Channel) Handle() uint64 { return ch.handle }
 // Name is what both sides call the channel.
 func (ch *Channel) Name() string { return ch.name }
 
-// Told is what peer i has told of its side, once it has, or why it has closed it.
+// Told is what peer i has told last of its side, unless that is read, or why it has closed it.
 func (ch *Channel) Told(i int) (text string, ok bool, err error) {
 	ch.of.mu.Lock()
 	defer ch.of.mu.Unlock()
-	if i >= 0 && i < len(ch.peers) && ch.peers[i].told {
+	if i >= 0 && i < len(ch.peers) && ch.peers[i].told && (!ch.peers[i].read || ch.peers[i].final) {
 		return ch.peers[i].text, true, nil
 	}
 	return "", false, ch.why(i)
+}
+
+// Read notes that the text of Told has been taken. Only then may the peer tell more.
+func (ch *Channel) Read(i int) {
+	ch.of.mu.Lock()
+	defer ch.of.mu.Unlock()
+	ch.peers[i].read = true
 }
 
 // parting says that peer i has closed its side of a channel.

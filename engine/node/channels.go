@@ -75,8 +75,8 @@ func (n *Node) TellChannel(h uint64, i int, text string) error {
 }
 
 // ChannelText waits for what peer i tells of its side of a channel, at most limit;
-// then ErrAgain.
-func (n *Node) ChannelText(h uint64, i int, limit time.Duration) (string, error) {
+// then ErrAgain. With take, it gives no text that fits into so many bytes again.
+func (n *Node) ChannelText(h uint64, i int, take int, limit time.Duration) (string, error) {
 	ch, err := n.channel(h)
 	if err != nil {
 		return "", err
@@ -88,7 +88,13 @@ func (n *Node) ChannelText(h uint64, i int, limit time.Duration) (string, error)
 	if !n.driver.Await(told, limit, false) {
 		return "", ErrAgain
 	}
-	text, _, err := ch.Told(i)
+	text, ok, err := ch.Told(i)
+	switch {
+	case ok && take > 0 && len(text) <= take:
+		ch.Read(i)
+	case err == nil && !ok: // another caller has taken it
+		err = ErrAgain
+	}
 	return text, err
 }
 

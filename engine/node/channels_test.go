@@ -11,10 +11,16 @@ import (
 )
 
 // textOf waits for what a peer tells on a channel.
-func textOf(t *testing.T, n *Node, handle uint64, peer int) (text string) {
+func textOf(t *testing.T, n *Node, handle uint64, peer int) string {
+	t.Helper()
+	return textIn(t, n, handle, peer, 1<<16)
+}
+
+// textIn is textOf with room for so many bytes.
+func textIn(t *testing.T, n *Node, handle uint64, peer, room int) (text string) {
 	t.Helper()
 	require.NoError(t, retried(func() (err error) {
-		text, err = n.ChannelText(handle, peer, 20*time.Second)
+		text, err = n.ChannelText(handle, peer, room, 20*time.Second)
 		return err
 	}))
 	return text
@@ -35,7 +41,7 @@ func channelsOf(t *testing.T, way ...string) {
 	require.ErrorContains(t, err, "only a worker or server does that")
 	require.ErrorContains(t, s.TellChannel(at, 2, ""), "2 peers, and none of number 2")
 	require.NoError(t, s.ChannelState(at, 0))
-	_, err = s.ChannelText(at, 0, time.Millisecond)
+	_, err = s.ChannelText(at, 0, 1<<16, time.Millisecond)
 	require.Equal(t, ErrAgain, err)
 	var from []uint64
 	for i, w := range m.workers {
@@ -48,6 +54,11 @@ func channelsOf(t *testing.T, way ...string) {
 	for i, w := range m.workers {
 		require.Equal(t, string(rune('a'+i)), textOf(t, s, at, i))
 		require.Equal(t, "server", textOf(t, w, from[i], 0))
+		_, err := s.ChannelText(at, i, 1<<16, time.Millisecond)
+		require.ErrorIs(t, err, ErrAgain, "it is given once")
+		require.NoError(t, w.TellChannel(from[i], 0, "more"))
+		require.Equal(t, "more", textIn(t, s, at, i, 3), "it does not fit")
+		require.Equal(t, "more", textOf(t, s, at, i))
 	}
 
 	word, err := mem.Map(4)

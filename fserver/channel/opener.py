@@ -92,6 +92,18 @@ class _Opening:
         self.direct = False
         self.waiting = list(range(peers))
 
+    def unmap(self) -> None:
+        """Closes the GpuSide, if there is one."""
+        if self.direct:
+            self._node.channel_watch(self.handle, 0)
+            self.side.close()
+            self.side, self.direct = None, False
+
+    def confirm(self, peer: int, path: str, reason: str) -> None:
+        """Tells a server that does not need the engine which path the channel takes."""
+        text = describe.text(self._mode, "", [], [], path=path, reason=reason)
+        self._node.channel_tell(self.handle, peer, text)
+
     def tell(
         self, peer: int, place: str, out: list[list[Any]], into: list[list[Any]], **more: Any
     ) -> None:
@@ -185,10 +197,7 @@ class Opener:
                 it.tell(i, _place(device), out, into[i], lands=lands)
             path, answers, reason = self._answers(it.handle, how, out, into)
             if path == "host":
-                if it.side:
-                    self._node.channel_watch(it.handle, 0)
-                    it.side.close()
-                    it.side, it.direct = None, False
+                it.unmap()
                 flat = [key for share in keys for key in share]
                 if not _streams(device):
                     it.side = WorkerSide(
@@ -208,6 +217,8 @@ class Opener:
                     f"channel: the servers chose path {path!r:.40}, but this side can use "
                     f"{how.mode if it.side else 'host'!r} only: open both sides with the same mode"
                 )
+            for i in (i for i, theirs in enumerate(answers) if theirs["path"] != "host"):
+                it.confirm(i, path, reason)
             return self._made(it, how, path, reason, push, shares, push_keys, device, True)
 
     def server(
@@ -270,22 +281,31 @@ class Opener:
                 reasons = [describe.apart(i, here, t["device"]) for i, t in enumerate(theirs)]
             lands = [] if direct or not _streams(device) else [t.get("lands") for t in theirs]
             landed = bool(lands) and all(lands)
+
+            def carried(landed: bool) -> StreamSide | ServerSide:
+                if not _streams(device):
+                    return ServerSide(self._node, it.handle, into, shares, Caller(how.timeout_ms))
+                flat = [t for row in into for t in row]
+                got = [key for base in lands for key in describe.landing_keys(base or 0, n)]
+                return self._carried(
+                    it.handle, device, pull, [0] * len(pull), flat, got, workers, False, landed, how
+                )
+
             if direct:
                 it.side, it.direct = _gpu(device, how, shares, into, False), True
                 self._node.channel_watch(it.handle, it.side.abort_word)
-            elif not _streams(device):
-                it.side = ServerSide(self._node, it.handle, into, shares, Caller(how.timeout_ms))
             else:
-                flat = [t for row in into for t in row]
-                got = [key for base in lands for key in describe.landing_keys(base or 0, n)]
-                it.side = self._carried(
-                    it.handle, device, pull, [0] * len(pull), flat, got, workers, False, landed, how
-                )
+                it.side = carried(landed)
             self._node.channel_state(it.handle)  # before any worker takes this side to be open
             for i in range(workers):
                 it.tell(i, here, *told[i], path=path, reason=reasons[i], lands=landed)
             if direct:
+                path, reasons = self._confirmed(it.handle, how, workers)
+            if path != "host":
                 it.side.attach([t.get("gpu") for t in theirs])
+            elif direct:
+                it.unmap()
+                it.side = carried(False)
             reason = "; ".join(filter(None, reasons))
             return self._made(it, how, path, reason, pull, into, push_keys, device, False)
 
@@ -340,8 +360,8 @@ class Opener:
     def _answers(
         self, handle: int, how: How, out: list[list[Any]], into: Sequence[list[list[Any]]]
     ) -> tuple[str, list[dict[str, Any]], str]:
-        """Returns the path that all servers take, what each has told, and why the path is not the
-        mode."""
+        """Returns the path of the channel, what each server has told, and why the path is not the
+        mode. If one server needs the engine, all use it."""
         answers: list[dict[str, Any]] = []
         for i, share in enumerate(into):
             theirs = self._hear(handle, how, i)
@@ -350,13 +370,22 @@ class Opener:
             _same(i, how.mode, theirs, out, share)
             answers.append(theirs)
         reason = "; ".join(filter(None, map(describe.reason, answers)))
-        paths: set[Any] = {theirs.get("path") for theirs in answers}
-        if len(paths) > 1:
-            raise ConfigError(
-                "channel: this GPU can reach the GPUs of some servers only "
-                f'({reason}): open the channel with mode="host" on all sides'
-            )
-        return paths.pop(), answers, reason
+        paths = {theirs.setdefault("path", "") for theirs in answers}
+        return "host" if "host" in paths else paths.pop(), answers, reason
+
+    def _confirmed(self, handle: int, how: How, workers: int) -> tuple[str, list[str]]:
+        """Returns the path that the workers name, all from the same answers, and why it is not the
+        mode."""
+        reasons: list[str] = []
+        path = how.mode
+        for i in range(workers):
+            theirs = self._hear(handle, how, i)
+            if "refused" in theirs:
+                raise describe.refused(f"worker {i}", theirs)
+            if theirs.get("path") == "host":
+                path = "host"
+                reasons.append(describe.reason(theirs))
+        return path, list(dict.fromkeys(reasons))
 
     def _refuse(self, handle: int, mode: str, peers: Iterable[int], error: BaseException) -> None:
         """Tells the peers that wait for the description of this side why there is none. No other

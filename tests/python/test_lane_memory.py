@@ -4,8 +4,10 @@ Over a driver without a GPU: see lanes.py."""
 
 from __future__ import annotations
 
+import threading
 import time
 from itertools import product
+from typing import Any
 
 import torch
 from lanes import (
@@ -24,9 +26,10 @@ from lanes import (
     run_check,
 )
 from nodes import LIMIT as WAIT
-from nodes import open_cluster
+from nodes import open_cluster, together
 
 import fserver
+from fserver.channel import opener
 
 
 @over_driver()
@@ -129,16 +132,54 @@ def test_no_memory(mode: str, what: str, who: str) -> None:
 
 
 @over_driver("kernel", "copy")
+def test_one_server_on_another_host(mode: str) -> None:
+    """All go through the engine then: the other server learns it from the worker, and lets go of
+    what it had for the GPU."""
+    on_gpus()
+    cluster = open_cluster(servers=2)
+    before = at_rest()
+    far = threading.local()
+    call = cluster.servers[1].channel
+
+    def from_afar(*args: Any, **options: Any) -> Any:
+        far.host = "cuda@there"
+        return call(*args, **options)
+
+    cluster.servers[1].channel = from_afar  # type: ignore[method-assign]
+    opener._place = lambda device: getattr(far, "host", "cuda@here")
+    w, *servers = opened(cluster, mode, "it")
+    for channel in (w, *servers):
+        assert channel.path == "host", channel
+        assert channel.reason == "worker 0 and its server are on different hosts"
+    assert DRIVER.held == before
+
+    def serve(s: Any, factor: int) -> None:
+        s.recv()
+        s.outgoing[0].copy_(s.incoming[0] * factor)
+        s.send()
+
+    for value in (1.0, 2.0):
+        w.outgoing[0].fill_(value)
+        calls = [lambda i=i, s=s: serve(s, i + 2) for i, s in enumerate(servers)]
+        together([lambda: (w.send(), w.recv()), *calls])
+        assert [float(t[0][0]) for t in w.incoming] == [2 * value, 3 * value]
+    together([ch.close for ch in (w, *servers)])
+    cluster.close()
+
+
+@over_driver("kernel", "copy")
 def test_gpus_without_peer_access(mode: str) -> None:
     """Of one process, and of two."""
     on_gpus()
     pair = open_cluster()
     before = at_rest()
     DRIVER.no_access = 1
-    for mine, error in zip((0, 1), opened(pair, mode, "none"), strict=True):
+    errors = opened(pair, mode, "none")
+    for error in errors:
         assert type(error) is fserver.ConfigError, error
-        assert f"gpu {mine} cannot use the memory of gpu {1 - mine}: no peer access" in str(error)
+        assert "gpu 0 cannot use the memory of gpu 1: no peer access" in str(error)
         assert 'use mode="host"' in str(error)
+    assert str(errors[0]) in str(errors[1])  # the server is told
     assert DRIVER.held == before
     w, s = opened(pair, "host", "none")  # as it says
     exchanged(w, s, 1)
