@@ -184,8 +184,8 @@ void Node::channel_state(uint64_t channel, uint64_t ticket) {
 
 void Node::channel_carry(uint64_t channel, PyObject *words, PyObject *out,
                          PyObject *out_keys, PyObject *in, PyObject *in_keys,
-                         PyObject *rows, PyObject *counts,
-                         PyObject *timeout_ms, bool lands) {
+                         PyObject *rows, PyObject *counts, PyObject *timeout_ms,
+                         bool lands) {
   enter_connected("channel");
   std::vector<Memory> kept; // for the call; then the caller does
   auto numbers = [&](PyObject *o) -> int64_t * {

@@ -24,7 +24,7 @@ from nodes import Cluster, together
 
 import fserver
 from fserver import _loader
-from fserver.channel import nvrtc, opener
+from fserver.channel import nvrtc, opening
 from fserver.channel.gpu import GpuSide
 from fserver.channel.plan import Piece, Plan
 
@@ -191,7 +191,7 @@ def pair(
 def on_gpus() -> None:
     """Has channels of CPU tensors be those of two GPUs: a worker's is 0, a server's 1."""
 
-    made = opener._gpu
+    made = opening._gpu
 
     def side(_: Any, how: Any, out: Any, into: Any, send_first: bool) -> GpuSide:
         return made(torch.device("cuda", 0 if send_first else 1), how, out, into, send_first)
@@ -202,8 +202,8 @@ def on_gpus() -> None:
         return list(torch.frombuffer(words, dtype=torch.int64).split(counts))
 
     patches: list[tuple[Any, str, Any]] = [
-        (opener, "_direct", lambda mode, device: mode != "host"),
-        (opener, "_gpu", side),
+        (opening, "_direct", lambda mode, device: mode != "host"),
+        (opening, "_gpu", side),
         (GpuSide, "rows", rows),
         (nvrtc, "image", lambda source, arch: b"kernels"),
         (_loader.load().Lane, "hold", lambda lane, tensors: None),

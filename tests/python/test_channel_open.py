@@ -15,7 +15,7 @@ from channels import MS, MakeCluster, OfGpu, both, freed
 from nodes import LIMIT, Cluster, in_thread, together
 
 import fserver
-from fserver.channel import describe, opener, plan
+from fserver.channel import describe, opener, opening, plan
 
 
 def refused(pair: Cluster, worker: Callable[[], Any], server: Callable[[], Any]) -> list[Any]:
@@ -150,7 +150,7 @@ def test_wrong_devices(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         assert describe.of_one_device({"pull": [y]}, cuda) == y.device
         assert describe.device("cpu:0") == x.device
-    monkeypatch.setattr(opener, "_place", lambda device: "cuda@here")
+    monkeypatch.setattr(opening, "_place", lambda device: "cuda@here")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     w, s = both(pair, [x], [])
     assert (w.path, s.path, s.incoming[0].device) == ("host", "host", torch.device("cpu"))
@@ -160,7 +160,7 @@ def test_devices_of_a_node_with_a_gpu(pair: Cluster, monkeypatch: pytest.MonkeyP
     """Its channels are of that GPU or of the CPU, whichever GPU is the current one."""
     x, y = torch.ones(8), torch.ones(8).as_subclass(OfGpu)  # on cuda:1
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(opener, "_gpu_of", lambda node: gpu)
+    monkeypatch.setattr(opener, "gpu_of", lambda node: gpu)
     channel: Any = pair.worker.channel
     serve: Any = pair.server.channel
     with monkeypatch.context() as patch:
@@ -196,8 +196,8 @@ def test_devices_of_a_node_with_a_gpu(pair: Cluster, monkeypatch: pytest.MonkeyP
 
 def test_device_of_a_node(pair: Cluster) -> None:
     assert pair.worker.device == pair.server.device == "cpu"
-    assert opener._gpu_of(pair.worker._node) is None
-    assert opener._gpu_of(SimpleNamespace(device=3)) == torch.device("cuda", 3)
+    assert opening.gpu_of(pair.worker._node) is None
+    assert opening.gpu_of(SimpleNamespace(device=3)) == torch.device("cuda", 3)
 
 
 def test_no_memory_for_what_is_pushed() -> None:
@@ -297,9 +297,9 @@ def test_two_threads_have_one_opener(pair: Cluster, monkeypatch: pytest.MonkeyPa
 def test_a_successor_is_not_told(error: fserver.Error, told: list[int]) -> None:
     """It opens its side for the first time, and would take it for the answer to that."""
     got: list[int] = []
-    one = opener.Opener.__new__(opener.Opener)
-    one._node = SimpleNamespace(channel_tell=lambda handle, peer, text: got.append(peer))
-    one._refuse(1, "kernel", [0, 1, 2], error)
+    node = SimpleNamespace(channel_tell=lambda handle, peer, text: got.append(peer))
+    how = SimpleNamespace(mode="kernel")
+    opening.Opening(node, 1, how, None, 3).refuse(error)  # type: ignore[arg-type]
     assert got == told
 
 
@@ -318,8 +318,8 @@ def without_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], An
         finally:
             local.fails = False
 
-    monkeypatch.setattr(opener, "_direct", lambda *_: getattr(local, "fails", False))
-    monkeypatch.setattr(opener, "_gpu", fails)
+    monkeypatch.setattr(opening, "_direct", lambda *_: getattr(local, "fails", False))
+    monkeypatch.setattr(opening, "_gpu", fails)
     return call
 
 

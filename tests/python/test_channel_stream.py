@@ -18,7 +18,7 @@ from streams import Stream, Work, done, void
 
 import fserver
 from fserver import _loader
-from fserver.channel import opener
+from fserver.channel import opening
 from fserver.channel.stream import Gpu, StreamSide, sweep
 
 MakeCluster = Callable[..., Cluster]
@@ -144,16 +144,19 @@ class On:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.streams: dict[str, Stream] = {}
         self._of: dict[int, Stream] = {}
-        monkeypatch.setattr(opener, "_streams", lambda device: True)
-        monkeypatch.setattr(opener.Opener, "_carried", lambda *args: self._carried(*args))
+        monkeypatch.setattr(opening, "_streams", lambda device: True)
+        monkeypatch.setattr(opening, "Gpu", lambda device: self.gpu(self._mine()))
+        monkeypatch.setattr(opening, "StreamSide", self._side)
 
     def stream(self, name: str) -> Stream:
         return self.streams.setdefault(name, Stream())
 
-    def _carried(self, of: Any, handle: int, device: Any, *args: Any) -> Any:
-        stream = self.stream(threading.current_thread().name)
-        *rest, how = args
-        return StreamSide(of._node, handle, self.gpu(stream), *rest, self.direct, how.timeout_ms)
+    def _mine(self) -> Stream:
+        return self.stream(threading.current_thread().name)
+
+    def _side(self, *args: Any) -> StreamSide:
+        *rest, _, timeout_ms = args
+        return StreamSide(*rest, self.direct, timeout_ms)
 
 
 # Whether peers write to the tensors themselves.
@@ -512,7 +515,9 @@ def test_other_side_on_the_cpu(
     pair: Cluster, on: On, monkeypatch: pytest.MonkeyPatch, plain: str
 ) -> None:
     """A side of CPU tensors names no keys by which messages land, and asks for none."""
-    monkeypatch.setattr(opener, "_streams", lambda device: threading.current_thread().name != plain)
+    monkeypatch.setattr(
+        opening, "_streams", lambda device: threading.current_thread().name != plain
+    )
     x, y = torch.zeros(100), torch.zeros(50)
     w, s, *_ = opened(on, pair, [x], [y])
     for i in range(3):

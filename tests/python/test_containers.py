@@ -16,7 +16,7 @@ import torch
 from nodes import LIMIT, Child, Cluster, Parent, together
 
 import fserver
-from fserver.channel import describe, opener
+from fserver.channel import describe, opening
 
 MakeChild = Callable[..., Child]
 MakeCluster = Callable[..., Cluster]
@@ -141,14 +141,14 @@ def elsewhere(parent: Parent, *kinds: str) -> None:
             return
         shell("mount", "--make-rprivate", "/")
         shell("mount", "-t", "proc", "proc", "/proc")
-    parent.put(opener._place(torch.device("cuda", 0)))
+    parent.put(opening._place(torch.device("cuda", 0)))
     if "pid" in kinds:
         os._exit(0)
 
 
 def test_place(child: MakeChild) -> None:
     needs("unshare")
-    here = opener._place(torch.device("cuda"))
+    here = opening._place(torch.device("cuda"))
     assert here.startswith("cuda@")
     assert child(elsewhere, "net").get() == here  # which the driver needs not
     assert describe.apart(0, here, here) == ""
@@ -203,9 +203,9 @@ class Side:
 def test_channel(cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """Sides on GPUs of two containers take the engine, and both say why."""
     pair, local, made = cluster(), threading.local(), []
-    monkeypatch.setattr(opener, "_direct", lambda mode, device: mode != "host")
-    monkeypatch.setattr(opener, "_gpu", lambda *_: made.append(Side()) or made[-1])
-    monkeypatch.setattr(opener, "_place", lambda device: f"cuda@host pid:[1] mnt:[{local.at}]")
+    monkeypatch.setattr(opening, "_direct", lambda mode, device: mode != "host")
+    monkeypatch.setattr(opening, "_gpu", lambda *_: made.append(Side()) or made[-1])
+    monkeypatch.setattr(opening, "_place", lambda device: f"cuda@host pid:[1] mnt:[{local.at}]")
     x, y = torch.arange(8.0), torch.empty(8)
 
     def at(place: int, call: Callable[..., Any], *args: Any) -> Any:
@@ -246,24 +246,16 @@ def test_channel_without_reason(cluster: MakeCluster) -> None:
 
 
 def test_channel_to_two_servers(cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One beside the worker and one in another container: the error says which, and what helps."""
+    """One beside the worker and one in another container: all use the engine, and say why."""
     pair, local = cluster(servers=2), threading.local()
-    monkeypatch.setattr(opener, "_direct", lambda mode, device: mode != "host")
-    monkeypatch.setattr(opener, "_gpu", lambda *_: Side())
-    monkeypatch.setattr(Side, "attach", lambda self, theirs: None)
-    monkeypatch.setattr(Side, "send", lambda self: None, raising=False)
-    monkeypatch.setattr(Side, "recv", lambda self: None, raising=False)
-    monkeypatch.setattr(Side, "rows", lambda self: [], raising=False)
-    monkeypatch.setattr(Side, "explain", lambda self, why: None, raising=False)
-    monkeypatch.setattr(opener, "_place", lambda device: f"cuda@host ipc:[{local.at}]")
+    monkeypatch.setattr(opening, "_direct", lambda mode, device: mode != "host")
+    monkeypatch.setattr(opening, "_gpu", lambda *_: Side())
+    monkeypatch.setattr(opening, "_place", lambda device: f"cuda@host ipc:[{local.at}]")
     x = torch.empty(8)
 
     def at(place: int, call: Callable[..., Any], *args: Any) -> Any:
         local.at = place
-        try:
-            return call(*args, timeout_ms=LIMIT * 1000)
-        except fserver.Error as error:
-            return error
+        return call(*args, timeout_ms=LIMIT * 1000)
 
     found = together(
         [
@@ -272,5 +264,6 @@ def test_channel_to_two_servers(cluster: MakeCluster, monkeypatch: pytest.Monkey
             lambda: at(2, pair.servers[1].channel, [1], [], []),
         ]
     )
-    assert isinstance(found[0], fserver.ConfigError)
-    assert "in different IPC namespaces" in str(found[0]) and 'mode="host"' in str(found[0])
+    for channel in found:
+        assert channel.path == "host" and "in different IPC namespaces" in channel.reason
+    together([channel.close for channel in found])

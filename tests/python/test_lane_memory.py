@@ -29,7 +29,7 @@ from nodes import LIMIT as WAIT
 from nodes import open_cluster, together
 
 import fserver
-from fserver.channel import opener
+from fserver.channel import opening
 
 
 @over_driver()
@@ -146,7 +146,7 @@ def test_one_server_on_another_host(mode: str) -> None:
         return call(*args, **options)
 
     cluster.servers[1].channel = from_afar  # type: ignore[method-assign]
-    opener._place = lambda device: getattr(far, "host", "cuda@here")
+    opening._place = lambda device: getattr(far, "host", "cuda@here")
     w, *servers = opened(cluster, mode, "it")
     for channel in (w, *servers):
         assert channel.path == "host", channel
