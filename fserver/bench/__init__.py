@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
             benchmark = importlib.import_module(f".{options.benchmark}", __name__)
             return int(benchmark.main(options.args))
     except ModuleNotFoundError as error:
-        text = f"{error} (run pip install psutil rich)"
+        text = f"{error} (run pip install psutil)"
     except BenchError as error:
         text = str(error)
     print(f"bench: {text}", file=sys.stderr)

@@ -54,8 +54,7 @@ def main(argv: list[str]) -> int:
     columns += report.RAW
     columns += OF_MODEL if options.layers > 1 else ()
     apart = list(itertools.product(*several.values()))
-    steps = len(apart) * len(options.sizes) * len(options.ops) * options.rounds
-    with Run("pingpong", options, columns, steps) as run:
+    with Run("pingpong", options, columns) as run:
         rows = (row for device, groups in apart for row in _rows(run, device, groups))
         if options.role == "server":
             serve(_pair(run, options.transport[0], "cpu", 1), options.scheduler)
