@@ -195,21 +195,24 @@ class WorkerActor(Actor):
 
     def verify(self, seed: int) -> None:
         """An exchange of each stage, of new data into poisoned memory, compared byte by byte."""
-        for requests in self.requests:
-            self.sequence += 1
-            for request in requests:
-                for j, t in enumerate(request.push):
-                    self.pattern.fill(t, own_seed(seed, "worker", request.rank, j))
-                    number(t).value = self.sequence
-                for t in request.pull:
-                    t.fill_(POISON)
-            _wait(requests, _post(requests), TIMEOUT_MS)
-            for request in requests:
-                for k, t in enumerate(request.pull):
-                    server, j = divmod(k, len(self.case.back))
-                    whose = ("worker", request.rank) if self.case.echoes else ("server", server)
-                    what = f"{self.case}: answer {j} of server {server} to worker {request.rank}"
-                    self.pattern.check(t, own_seed(seed, *whose, j), self.sequence, what)
+        numbered = [
+            (sequence, request)
+            for sequence, requests in enumerate(self.requests, self.sequence + 1)
+            for request in requests
+        ]
+        for sequence, request in numbered:
+            for j, t in enumerate(request.push):
+                self.pattern.fill(t, own_seed(seed, "worker", request.rank, j))
+                number(t).value = sequence
+            for t in request.pull:
+                t.fill_(POISON)
+        self.run(self.case.stages)
+        for sequence, request in numbered:
+            for k, t in enumerate(request.pull):
+                server, j = divmod(k, len(self.case.back))
+                whose = ("worker", request.rank) if self.case.echoes else ("server", server)
+                what = f"{self.case}: answer {j} of server {server} to worker {request.rank}"
+                self.pattern.check(t, own_seed(seed, *whose, j), sequence, what)
 
     def measure(self, warmup: int, count: int) -> dict[str, Any]:
         """Times `count` units of exchanges. Where a unit is all layers and stages of a model, also
@@ -274,25 +277,27 @@ class ServerActor(Actor):
 
     def verify(self, seed: int) -> None:
         """An exchange of each stage whose requests are compared byte by byte."""
-        for stage, answer in enumerate(self.answers):
+        for answer in self.answers:
             for j, t in enumerate(answer):
                 self.pattern.fill(t, own_seed(seed, "server", self.places[0].rank, j))
-            batch = self.next_batch()
+
+        def check(batch: Batch, i: int) -> None:
             for rank, (_, tensors, _) in enumerate(batch):
                 for j, t in enumerate(tensors):
                     what = f"{self.case}: tensor {j} of worker {rank}"
-                    want = own_seed(seed, "worker", rank, j)
-                    self.pattern.check(t, want, self.sequence, what)
-            self.answer(batch, stage)
+                    self.pattern.check(t, own_seed(seed, "worker", rank, j), i, what)
+
+        self.run(self.case.stages, check)
 
     def measure(self, warmup: int, count: int) -> None:
         """Answers as many requests as the workers measure."""
         self.run((warmup + count) * self.case.unit)
 
-    def run(self, count: int) -> None:
+    def run(self, count: int, check: Callable[[Batch, int], None] | None = None) -> None:
         """`count` exchanges, with as little as can be between the calls."""
         get_batch, respond = self.nodes[0].get_batch, self.nodes[0].respond
-        echo, numbered = self.case.echoes, self.case.device == "cpu"
+        echo = self.case.echoes
+        numbered = check is not None or self.case.device == "cpu"
         pushed = numbered and not self.case.back
         first, stages = self.sequence + 1, list(zip(self.answers, self.stamps, strict=True))
         for i, (answer, stamps) in zip(
@@ -301,6 +306,8 @@ class ServerActor(Actor):
             batch = get_batch(TIMEOUT_MS)
             if not batch:
                 raise AssertionError(f"{self.case}: exchange {i}: no request came")
+            if check:
+                check(batch, i)
             if numbered:
                 for stamp in stamps:
                     stamp.value = i
@@ -310,21 +317,6 @@ class ServerActor(Actor):
                 respond(request[1] if echo else answer, request[0], need_event=False)
             del batch, request  # now, while the worker is busy, not before the next answer
         self.sequence += count
-
-    def next_batch(self) -> Batch:
-        """The requests of the next exchange."""
-        self.sequence += 1
-        batch: Batch = self.nodes[0].get_batch(TIMEOUT_MS)
-        if not batch:
-            raise AssertionError(f"{self.case}: exchange {self.sequence}: no request came")
-        return batch
-
-    def answer(self, batch: Batch, stage: int) -> None:
-        for stamp in self.stamps[stage]:
-            stamp.value = self.sequence
-        for handler, tensors, _ in batch:
-            answer = tensors if self.case.echoes else self.answers[stage]
-            self.nodes[0].respond(answer, handler, need_event=False)
 
 
 class CommandingWorker(WorkerActor):
