@@ -66,8 +66,8 @@ def trips(options: argparse.Namespace) -> None:
     from torch.distributed import TCPStore
 
     from fserver.bench.crew import Case
+    from fserver.bench.libraries import RivalSide
     from fserver.bench.report import show_size
-    from fserver.bench.rivals import RivalSide
 
     is_server, rows = options.role == "server", []
     limit = timedelta(seconds=options.seconds)

@@ -2,7 +2,7 @@
 
 A Run (run.py) has the table and the ways that take turns; raw ones are programs in C (baseline.py).
 The processes (processes.py) of fserver are a crew (crew.py) of actors (actors.py). Those of other
-libraries (rivals.py, libraries.py) and of graphs are a team (team.py).
+libraries (libraries.py) and of graphs are a team (team.py).
 """
 
 import argparse

@@ -1,16 +1,28 @@
-"""Other libraries that move tensors: NCCL (gloo on the CPU), symmetric memory of torch by its own
-kernels or by NVSHMEM, and NIXL. A process joins one of them, and once."""
+"""Other libraries beside ours: NCCL (gloo on the CPU), symmetric memory of torch by its own kernels
+or by NVSHMEM, and NIXL. Each has processes of its own, on the same GPUs or on the CPU. A process
+joins one of them, and once."""
 
+import contextlib
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from .team import WAIT, Side
+from .actors import POISON, number
+from .baseline import SMALL
+from .crew import Case
+from .options import ON_CPU, ON_GPUS
+from .report import Figures, figures
+from .run import CrewPlayer, Way
+from .team import WAIT, Side, Team
+
+LIMIT = 60.0  # seconds; what is done in one go, the first of which takes longest
 
 BIG = 64 << 20  # bytes of a large message
 # None needs NVLink multicast, which is not to be used where a host's GPUs are shared.
@@ -27,9 +39,11 @@ _kept: list[Any] = []  # as long as the process lives: freeing symmetric memory 
 Ends = Sequence[tuple[int, torch.Tensor]]
 """The index of a peer and what goes there or comes from there: a contiguous part of the memory."""
 Call = Callable[[], object]
+Sizes = Sequence[tuple[int, int]]
+"""For each stage, the bytes that a worker sends to every server, and those of each answer."""
 
 
-class Way(NamedTuple):
+class Route(NamedTuple):
     """Sends what is in source, and takes what comes into landing: on the current stream; with nixl,
     by the host."""
 
@@ -39,6 +53,11 @@ class Way(NamedTuple):
     recv: Call
     check: Call = lambda: None
     close: Call = lambda: None
+
+    def trip(self, side: Side) -> None:
+        """A round trip, in which a worker sends first."""
+        for call in (self.send, self.recv) if side.is_worker else (self.recv, self.send):
+            call()
 
 
 class SendRecv:
@@ -181,13 +200,6 @@ class Nixl:
 OF = {"nccl": SendRecv, "gloo": SendRecv, "symm": Symmetric, "nvshmem": Nvshmem, "nixl": Nixl}
 
 
-def missing(way: str) -> str | None:
-    """Returns why a library cannot be used here, if it is known before it is tried."""
-    if way == "nixl" and not any(importlib.util.find_spec(name) for name in NIXL):
-        return f"no module of {', '.join(NIXL)} is installed"
-    return None
-
-
 def join(way: str, side: Side, room: int, stages: int = 1) -> Any:
     """Makes this process one of several for a library, with so many bytes of `memory`, in which a
     tensor has the same place at the side that writes it and at the side that receives it. `open`
@@ -199,6 +211,30 @@ def join(way: str, side: Side, room: int, stages: int = 1) -> Any:
         torch.cuda.synchronize()
     side.barrier()
     return library
+
+
+def theirs(side: Side, sizes: Sizes) -> list[Route]:
+    """Opens routes of the library that this process has joined. Each is used once, on the current
+    stream: NCCL connects when it is first used, and no kernel is to be loaded while another one
+    waits."""
+    workers, servers, rank = side.workers, side.servers, side.rank
+    rest, found = side.library.memory, []
+    for stage, (push, pull) in enumerate(sizes):
+        ends = workers * push, workers * (push + servers * pull)
+        small = rest[: ends[0]].view(workers, push)
+        large = rest[ends[0] : ends[1]].view(servers, workers, pull)
+        rest = rest[ends[1] :]
+        if side.is_worker:
+            source, landing = small[rank : rank + 1], large[:, rank]
+        else:
+            source, landing = large[rank], small
+        sends = list(zip(side.peers, source.expand(len(side.peers), -1), strict=True))
+        recvs = list(zip(side.peers, landing, strict=True))
+        found.append(Route(source, landing, *side.library.open(stage, sends, recvs)))
+        found[-1].trip(side)
+        side.sync()
+        side.barrier()
+    return found
 
 
 def _group(way: str, side: Side) -> None:
@@ -225,3 +261,80 @@ def _symmetric(side: Side, count: int) -> tuple[torch.Tensor, Any]:
     assert dist.group.WORLD is not None
     _kept.append((memory, symm.rendezvous(memory, dist.group.WORLD)))
     return memory.zero_(), _kept[-1][1]
+
+
+class RivalSide(Side):
+    """One of two processes, in which the host waits for its stream at each round trip, as
+    push_pull and wait do."""
+
+    def join(self, by: str, room: int) -> None:
+        """Joins the other. `room`: bytes of the largest message."""
+        self.library = join(by, self, 2 * room)
+
+    def prepare(self, case: Case) -> None:
+        """Opens the route for the bytes of a case; a push is answered too."""
+        [self.route] = theirs(self, [(case.moved[0], case.moved[1] or SMALL)])
+        self.main = self.stream(-1)
+
+    def verify(self, seed: int) -> None:
+        """A round trip of new data into poisoned memory, compared byte by byte."""
+        self.sequence += 1
+        source, landing = self.route.source[0], self.route.landing[0]
+        self.pattern.fill(source, seed + self.index)
+        number(source).value = self.sequence
+        landing.fill_(POISON)
+        self.sync()
+        self.barrier()
+        self.trip()
+        self.pattern.check(landing, seed + 1 - self.index, self.sequence, "what came")
+        self.barrier()
+
+    def trip(self) -> None:
+        """One round trip; a worker's is over when the answer is there."""
+        self.route.trip(self)
+        self.settle()
+
+    def measure(self, warmup: int, count: int) -> Figures:
+        """Times `count` round trips."""
+        now, samples = time.perf_counter_ns, []
+        with torch.cuda.stream(self.main):
+            for _ in range(warmup + count):
+                start = now()
+                self.trip()
+                samples.append(now() - start)
+        return figures(samples[warmup:])
+
+
+def beside(
+    stack: contextlib.ExitStack,
+    names: Sequence[str],
+    raw: Way | None,
+    gpus: tuple[int, int] | None,
+    room: int,
+    cores: tuple[int, int] | None,
+) -> Iterator[Way]:
+    """A way for each of the names; those that cannot be had know why. Their processes end with the
+    stack. `gpus` and `cores` are of the two sides of ours, and `room` is the bytes of the largest
+    message."""
+    for name in names:
+        way = Way(name, None, raw, _unable(name, gpus), spare=True)
+        if not way.reason:
+            with way.tried():
+                variables = ENVIRONMENT if gpus else {}
+                # A library may have threads that never sleep: not on the cores of ours.
+                apart = os.sched_getaffinity(0) - set(cores or ())
+                team = Team((1, 1), gpus, apart, RivalSide, variables, LIMIT)
+                stack.enter_context(team).all("join", name, room)
+                way.player = CrewPlayer(team)
+        yield way
+
+
+def _unable(way: str, gpus: tuple[int, int] | None) -> str | None:
+    """Why a library cannot play, if it is known before it is tried."""
+    if way not in (ON_GPUS if gpus else ON_CPU):
+        return f"it takes tensors on {'the CPU' if gpus else 'GPUs'}"
+    if gpus and gpus[0] == gpus[1]:
+        return "it takes two GPUs, and there is one"
+    if way == "nixl" and not any(importlib.util.find_spec(name) for name in NIXL):
+        return f"no module of {', '.join(NIXL)} is installed"
+    return None

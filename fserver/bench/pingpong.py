@@ -170,11 +170,11 @@ def _others(
     raw, on_gpu = ours[0].raw, planned[0].device == "gpu"
     gpus = ours[0].player.crew.gpus if on_gpu else None
     names = run.options.beside or (opts.ON_GPUS if on_gpu else ())
-    if libraries := [name for name in names if name in LIBRARIES]:
-        from . import rivals  # with torch, which takes seconds
+    if others := [name for name in names if name in LIBRARIES]:
+        from . import libraries  # with torch, which takes seconds
 
         room = max(SMALL, *(max(case.moved) for case in planned))
-        yield from rivals.beside(stack, libraries, raw, gpus, room, run.cores)
+        yield from libraries.beside(stack, others, raw, gpus, room, run.cores)
     if "shm" in names:
         yield run.way("raw shm", lambda: program("raw shm", run.cores))
     for way in ours if "c++" in names else ():

@@ -8,7 +8,7 @@ import itertools
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,7 @@ from .actors import Actor
 from .crew import TIMEOUT, Crew, Factory, Member
 
 WAIT = timedelta(seconds=30)
+CORES = 4  # of a process, at least
 
 
 class _Mark:
@@ -142,24 +143,23 @@ class Team(Crew):
         self,
         shape: tuple[int, int],
         gpus: Sequence[int] | None = None,
-        cores: Sequence[Sequence[int]] | None = None,
+        cores: Iterable[int] = (),
         actor: type[Side] = Side,
         variables: Mapping[str, str] | None = None,
         limit: float = TIMEOUT,
     ):
-        """Starts so many workers and servers on these GPUs, or dry. The environment of the
-        processes has these variables from the start."""
-        host, count = "127.0.0.1", sum(shape)
+        """Starts so many workers and servers on these GPUs, or dry. Each has an equal part of the
+        cores, if that is CORES or more. The environment of the processes has these variables from
+        the start."""
+        host, count, every = "127.0.0.1", sum(shape), sorted(cores)
+        each = len(every) // count
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         at, turns = (host, self._store.port), multiprocessing.RawArray("Q", count)
         members = []
         for i in range(count):
             role, rank = ("worker", i) if i < shape[0] else ("server", i - shape[0])
-            own = i, shape, at, gpus[i] if gpus else None, cores[i] if cores else (), turns
+            mine = every[i * each : (i + 1) * each] if each >= CORES else []
+            own = i, shape, at, gpus[i] if gpus else None, mine, turns
             name = f"{role} {rank}"
             members.append(Member(name, actor, role, args=own, variables=variables or {}))
         super().__init__(members, limit)
-
-    def play(self, limit: float, function: Callable[..., Any], **what: Any) -> list[Any]:
-        """Runs a function in all processes; gives its results."""
-        return self.all("run", function, what, limit=limit)

@@ -93,7 +93,7 @@ def test_wrong_bytes_are_counted():
     def recv():
         landing[0, :brings] = t._bytes(landing, 1, 0)[:brings]
 
-    t = traffic.Traffic(Messages(), [traffic.Way(source, landing, lambda: None, recv)], 2)
+    t = traffic.Traffic(Messages(), [traffic.Route(source, landing, lambda: None, recv)], 2)
     assert t.checked() == 0
     first = source.clone()
     brings = 298
@@ -200,7 +200,7 @@ def test_streams(monkeypatch, streams, worker, server):
     for is_worker, want in ((True, worker), (False, server)):
         names = iter(("main", "1"))
         side = SimpleNamespace(is_worker=is_worker, stream=Stream)
-        ways = [traffic.Way(None, None, call(f"send{i}"), call(f"recv{i}")) for i in (0, 1)]
+        ways = [traffic.Route(None, None, call(f"send{i}"), call(f"recv{i}")) for i in (0, 1)]
         t = traffic.Traffic(side, ways, 2, streams)
         with torch.cuda.stream(t.main):
             t.body()

@@ -166,7 +166,7 @@ def played(play, shape=(1, 1)):
 def test_what_a_side_sends_comes_to_the_other(fakes, name):
     def play(side):
         side.library, wrong = libraries.join(name, side, 2 * ROOM), []
-        opened = [way for sizes in SIZES for way in traffic.theirs(side, [sizes])]
+        opened = [way for sizes in SIZES for way in libraries.theirs(side, [sizes])]
         for turn, (sizes, way) in enumerate([*zip(SIZES, opened, strict=True)] * 3):
             assert (way.source.numel(), way.landing.numel())[:: -1 if side.index else 1] == sizes
             way.source.fill_(10 * turn + side.index)

@@ -18,7 +18,7 @@ from bench_fakes import (
 )
 
 from fserver import bench
-from fserver.bench import baseline, pingpong, rivals, run
+from fserver.bench import baseline, libraries, pingpong, run
 from fserver.bench import options as opts
 from fserver.bench.crew import MAKE, Case, Crew
 from fserver.bench.errors import BenchError, WrongDataError
@@ -244,7 +244,7 @@ def test_on_gpus(monkeypatch, tmp_path):
     monkeypatch.setattr(run.Run, "raw", lambda *args: opened.append(args[1:3]))
     beside = [run.Way(way, reason="not here") for way in opts.ON_GPUS]
     asked = []
-    monkeypatch.setattr(rivals, "beside", lambda *args: asked.append(args) or beside)
+    monkeypatch.setattr(libraries, "beside", lambda *args: asked.append(args) or beside)
     argv = ["--device", "gpu", "--sizes", "4M", "--ops", "push_pull", "--rounds", "2"]
     assert pingpong.main([*argv, "--iters", "5", "--json", str(path)]) == 0
     assert opened == [("cudaipc", (0, 1))]

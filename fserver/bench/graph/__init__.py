@@ -45,13 +45,9 @@ OPTIONS: tuple[Option, ...] = (
 
 def team(shape: tuple[int, int], dry: bool, **how: Any) -> Team:
     """The processes, each with cores of its own where there are enough."""
-    count = sum(shape)
-    cores = sorted(os.sched_getaffinity(0))
-    each = len(cores) // count
-    own = [cores[i * each : (i + 1) * each] if each >= 4 else [] for i in range(count)]
     # There are fewer GPUs than sides only where MPS lets them share one.
-    gpus = None if dry else [i % torch.cuda.device_count() for i in range(count)]
-    return Team(shape, gpus, own, **how)
+    gpus = None if dry else [i % torch.cuda.device_count() for i in range(sum(shape))]
+    return Team(shape, gpus, os.sched_getaffinity(0), **how)
 
 
 def play(

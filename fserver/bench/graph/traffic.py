@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import libraries
-from ..libraries import BIG, Call, Way
+from ..libraries import BIG, Call, Route, Sizes, join, theirs
 from ..report import percentile
 from ..team import Side
 
@@ -19,55 +18,28 @@ POISON = 0xFF  # no byte of a pattern
 PARTS = 6  # of the replays of af
 Row = tuple[Any, dict[str, Any], float]
 """A function of a side, what differs from the other rows, and the seconds that it may take."""
-Sizes = Sequence[tuple[int, int]]
-"""For each stage, the bytes that a worker sends to every server, and those of each answer."""
 
 
-def opened(side: Side, sizes: Sizes, mode: str = "", by: str = "") -> list[Way]:
-    """Opens the ways of all stages: channels of fserver in a mode, or by another library, which a
+def opened(side: Side, sizes: Sizes, mode: str = "", by: str = "") -> list[Route]:
+    """Opens the routes of all stages: channels of fserver in a mode, or by another library, which a
     process joins once. A worker has the source [1, bytes] and the landing [servers, bytes], a
     server [workers, bytes] of both."""
     if not by:
         return ours(side, mode, sizes)
     if side.library is None:
         room = side.workers * sum(push + side.servers * pull for push, pull in sizes)
-        side.library = libraries.join(by, side, max(room, 2 * BIG), len(sizes))
+        side.library = join(by, side, max(room, 2 * BIG), len(sizes))
     return theirs(side, sizes)
 
 
-def ours(side: Side, mode: str, sizes: Sizes) -> list[Way]:
+def ours(side: Side, mode: str, sizes: Sizes) -> list[Route]:
     """Opens channels of the node of this side."""
     found, peers = [], len(side.peers)
     for key, (push, pull) in enumerate(sizes):
         shapes = ((1, push), (peers, pull)) if side.is_worker else ((peers, pull), (peers, push))
         out, into = (torch.zeros(n, dtype=torch.uint8, device=side.device) for n in shapes)
         made = side.channel(key, mode, list(out), list(into))
-        found.append(Way(out, into, made.send, made.recv, made.check, made.close))
-    return found
-
-
-def theirs(side: Side, sizes: Sizes) -> list[Way]:
-    """Opens ways of another library. Each is used once, on the current stream: NCCL connects when
-    it is first used, and no kernel is to be loaded while another one waits."""
-    workers, servers, rank = side.workers, side.servers, side.rank
-    rest, found = side.library.memory, []
-    for stage, (push, pull) in enumerate(sizes):
-        ends = workers * push, workers * (push + servers * pull)
-        small = rest[: ends[0]].view(workers, push)
-        large = rest[ends[0] : ends[1]].view(servers, workers, pull)
-        rest = rest[ends[1] :]
-        if side.is_worker:
-            source, landing = small[rank : rank + 1], large[:, rank]
-        else:
-            source, landing = large[rank], small
-        sends = list(zip(side.peers, source.expand(len(side.peers), -1), strict=True))
-        recvs = list(zip(side.peers, landing, strict=True))
-        way = Way(source, landing, *side.library.open(stage, sends, recvs))
-        for call in (way.send, way.recv) if side.is_worker else (way.recv, way.send):
-            call()
-        side.sync()
-        side.barrier()
-        found.append(way)
+        found.append(Route(out, into, made.send, made.recv, made.check, made.close))
     return found
 
 
@@ -75,7 +47,7 @@ class Traffic:
     """Round trips of all stages, `layers` times, with nothing in between. A worker sends first.
     `streams` is "one" for all, or "two", of which one is for what is sent."""
 
-    def __init__(self, side: Side, ways: Sequence[Way], layers: int, streams: str = "one"):
+    def __init__(self, side: Side, ways: Sequence[Route], layers: int, streams: str = "one"):
         self.side, self.ways, self.layers = side, ways, layers
         self.per = layers * len(ways)
         self.main = side.stream(-1)
@@ -99,7 +71,7 @@ class Traffic:
                     plan += [*self.between(layer, stage), send]
         return plan
 
-    def send_apart(self, way: Way) -> None:
+    def send_apart(self, way: Route) -> None:
         """Sends on the other stream. A message that has arrived has been read: nothing waits for
         that stream."""
         self.apart.wait_stream(torch.cuda.current_stream())
@@ -205,7 +177,7 @@ class Model(Traffic):
     a layer is wrong in the end.
     """
 
-    def __init__(self, side: Side, ways: Sequence[Way], layers: int, streams: str = "one"):
+    def __init__(self, side: Side, ways: Sequence[Route], layers: int, streams: str = "one"):
         super().__init__(side, ways, layers, streams)
         self.turn = torch.zeros((), dtype=torch.int32, device=side.device)
         addends = torch.arange(layers * side.servers * 2, dtype=torch.int32, device=side.device)

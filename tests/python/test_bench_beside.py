@@ -5,22 +5,25 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
 import time
 from multiprocessing import forkserver
 
+import pytest
+
 from fserver import bench
-from fserver.bench import libraries, rivals, team
+from fserver.bench import libraries, team
 from fserver.bench import options as opts
 from fserver.bench.crew import Case
 from fserver.bench.run import Way, take_turns
 
 SIZES = [(64, 64), (4096, 64), (64, 65536)]
 COUNT = 20
-TRIPS = 2 * (2 + COUNT)  # that are timed of a case of those
+TRIPS = 3 + 2 * (2 + COUNT)  # of a case: those that are compared, and those that are timed
 
 
-class OddSide(rivals.RivalSide):
-    """Does something after one of its timed round trips; only the first side does."""
+class OddSide(libraries.RivalSide):
+    """Does something after one of its round trips; only the first side does."""
 
     at = 0
 
@@ -34,11 +37,7 @@ class OddSide(rivals.RivalSide):
 class CorruptingSide(OddSide):
     def act(self):
         if self.at == TRIPS:
-            self.traffic.replay = self.corrupted
-
-    def corrupted(self):
-        self.traffic.body()
-        self.traffic.ways[0].landing[0, -1] ^= 1
+            self.route.landing[0, -1] ^= 1
 
 
 class DyingSide(OddSide):
@@ -53,7 +52,7 @@ class HangingSide(OddSide):
             time.sleep(1000)
 
 
-class FailingSide(rivals.RivalSide):
+class FailingSide(libraries.RivalSide):
     """The other one waits for it meanwhile."""
 
     def join(self, *args):
@@ -74,12 +73,12 @@ class Ours:
         return {"iters": count, "p50_us": 1.0, "p99_us": 1.0}
 
 
-def measured(monkeypatch, side=rivals.RivalSide):
+def measured(monkeypatch, side=libraries.RivalSide):
     """Of each case, the figures of gloo, and why there are none. The other way always has some."""
-    monkeypatch.setattr(rivals, "RivalSide", side)
+    monkeypatch.setattr(libraries, "RivalSide", side)
     found = []
     with contextlib.ExitStack() as stack:
-        [gloo], ours = rivals.beside(stack, ["gloo"], None, None, 1 << 16, None), Way("", Ours())
+        [gloo], ours = libraries.beside(stack, ["gloo"], None, None, 1 << 16, None), Way("", Ours())
         for out, back in SIZES:
             with gloo.tried():
                 if gloo.player:
@@ -118,8 +117,11 @@ def test_pingpong_beside_gloo(tmp_path):
 
 
 def test_one_that_brings_wrong_data(monkeypatch, capsys):
-    told = "the worker 0 received wrong data: 1 bytes of what came"
-    assert measured(monkeypatch, CorruptingSide) == [([], told)] * 3
+    (_, told), *_ = found = measured(monkeypatch, CorruptingSide)
+    want = (
+        r"the worker 0 received wrong data: what came: byte 63 of 64 is \d+, not \d+ \(exchange 3\)"
+    )
+    assert re.fullmatch(want, told) and found == [([], told)] * 3
     assert f"bench: gloo: {told}" in capsys.readouterr().err
 
 
@@ -131,7 +133,7 @@ def test_one_that_dies(monkeypatch):
 
 def test_one_that_hangs(monkeypatch, capfd):
     forkserver._forkserver._stop()  # the next one has the standard error of this test
-    monkeypatch.setattr(rivals, "LIMIT", 4.0)
+    monkeypatch.setattr(libraries, "LIMIT", 4.0)
     why = "no answer from worker 0 and server 0 within 4 s"
     assert measured(monkeypatch, HangingSide) == [([], why)] * 3
     assert " in act\n" in capfd.readouterr().err  # where it was
@@ -146,7 +148,7 @@ def test_one_that_cannot_start(monkeypatch, capsys):
 def test_those_of_gpus_take_two():
     with contextlib.ExitStack() as stack:
         names = (*opts.ON_GPUS, *opts.ON_CPU)
-        ways = [*rivals.beside(stack, names, None, (0, 0), 64, None)]
+        ways = [*libraries.beside(stack, names, None, (0, 0), 64, None)]
     reasons = {way.name: way.reason for way in ways}
     assert reasons.pop("gloo") == "it takes tensors on the CPU"
     assert set(reasons.values()) == {"it takes two GPUs, and there is one"} and len(reasons) == 4
@@ -160,23 +162,34 @@ def test_those_of_gpus_have_their_environment_from_the_start(monkeypatch):
             started.append(variables)
             raise OSError("not here")
 
-    monkeypatch.setattr(rivals, "Team", NoTeam)
+    monkeypatch.setattr(libraries, "Team", NoTeam)
     with contextlib.ExitStack() as stack:
-        [nccl] = rivals.beside(stack, ["nccl"], None, (0, 1), 64, None)
+        [nccl] = libraries.beside(stack, ["nccl"], None, (0, 1), 64, None)
     assert started == [libraries.ENVIRONMENT] and nccl.reason == "not here"
 
 
 def test_nixl_that_is_not_installed(monkeypatch):
     monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: name == "nixl_cu12")
-    assert rivals._unable("nixl", (0, 1)) is None
+    assert libraries._unable("nixl", (0, 1)) is None
     monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: None)
     why = "no module of nixl_cu13, nixl_cu12, nixl is installed"
-    assert rivals._unable("nixl", (0, 1)) == why
-    assert rivals._unable("nccl", (0, 1)) is None and rivals._unable("gloo", None) is None
+    assert libraries._unable("nixl", (0, 1)) == why
+    assert libraries._unable("nccl", (0, 1)) is None and libraries._unable("gloo", None) is None
 
 
-def test_they_have_cores_of_their_own(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(10)))
-    assert rivals._apart((1, 4)) == ([0, 2, 3, 5], [6, 7, 8, 9])
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
-    assert rivals._apart((1, 4)) is rivals._apart(None) is None
+@pytest.mark.parametrize(
+    ("count", "want"),
+    [(9, ([], [])), (10, ([0, 2, 3, 5], [6, 7, 8, 9])), (12, ([0, 2, 3, 5, 6], [7, 8, 9, 10, 11]))],
+)
+def test_they_have_cores_of_their_own(count, want, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
+    started = []
+
+    def start(self, members, limit):
+        started.extend(members)
+        raise OSError("enough")
+
+    monkeypatch.setattr(team.Crew, "__init__", start)
+    with contextlib.ExitStack() as stack:
+        [*libraries.beside(stack, ["gloo"], None, None, 64, (1, 4))]
+    assert tuple(member.args[4] for member in started) == want
