@@ -7,7 +7,6 @@ import ast
 import itertools
 import multiprocessing
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,24 +21,9 @@ WAIT = timedelta(seconds=30)
 CORES = 4  # of a process, at least
 
 
-class _Mark:
-    """A moment, in place of an event."""
-
-    def __init__(self) -> None:
-        self.at = time.perf_counter()
-
-    def elapsed_time(self, later: _Mark) -> float:
-        return (later.at - self.at) * 1e3
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-
 class Side(Actor):
     """One of the processes. `index` is its number among all, of which the workers come first, and
-    `rank` that among those of its role. Its tensors are on a GPU, or, dry, on the CPU. The store
+    `rank` that among those of its role. Its tensors are on a GPU, or on the CPU. The store
     at `at` passes what they exchange; `turns` is a number for each, in shared memory."""
 
     def __init__(
@@ -64,7 +48,7 @@ class Side(Actor):
         self.library: Any = None  # another one, once it is joined
         self.store = dist.TCPStore(*at, is_master=False, timeout=timeout)
         self._exchanges, self._turns = itertools.count(), turns
-        self.dry, self.device = gpu is None, torch.device("cpu")
+        self.on_gpu, self.device = gpu is not None, torch.device("cpu")
         if gpu is not None:
             self.device = torch.device("cuda", gpu)
             torch.cuda.set_device(self.device)
@@ -88,8 +72,7 @@ class Side(Actor):
         takes tens of microseconds."""
         self._turns[self.index] += 1
         while min(self._turns) < self._turns[self.index]:
-            if self.dry:  # nothing is timed exactly, and there may be fewer cores than sides
-                time.sleep(1e-4)
+            pass
 
     def channel(
         self, key: int, mode: Any, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor]
@@ -100,36 +83,31 @@ class Side(Actor):
             made = self.nodes[0].channel(out, keys, into, keys, **how)
         else:
             made = self.nodes[0].channel(keys, out, keys, push=into, **how)
-        path = "host" if self.dry else mode
-        if made.path != path:
-            raise RuntimeError(f"the channel's path is {made.path!r}, want {path!r}")
+        if made.path != mode:
+            raise RuntimeError(f"the channel's path is {made.path!r}, want {mode!r}")
         return made
 
     def settle(self) -> None:
         """Waits for the current stream."""
-        if not self.dry:
+        if self.on_gpu:
             torch.cuda.current_stream().synchronize()
 
     def sync(self) -> None:
-        if not self.dry:
+        if self.on_gpu:
             torch.cuda.synchronize()
 
     def mark(self) -> Any:
         """Returns a moment of the current stream."""
-        if self.dry:
-            return _Mark()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def stream(self, priority: int = 0) -> Any:
-        """Makes a stream of the GPU. Dry, it is None, which torch.cuda.stream ignores."""
-        return None if self.dry else torch.cuda.Stream(self.device, priority=priority)
+        """Makes a stream of the GPU. On the CPU it is None, which torch.cuda.stream ignores."""
+        return torch.cuda.Stream(self.device, priority=priority) if self.on_gpu else None
 
     def captured(self, body: Callable[[], object], stream: Any) -> Callable[[], object]:
         """Captures what body enqueues; returns a function that replays it."""
-        if self.dry:
-            return body
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             body()
@@ -148,9 +126,9 @@ class Team(Crew):
         variables: Mapping[str, str] | None = None,
         limit: float = TIMEOUT,
     ):
-        """Starts so many workers and servers on these GPUs, or dry. Each has an equal part of the
-        cores, if that is CORES or more. The environment of the processes has these variables from
-        the start."""
+        """Starts so many workers and servers on these GPUs, or on the CPU. Each has an equal part
+        of the cores, if that is CORES or more. The environment of the processes has these variables
+        from the start."""
         host, count, every = "127.0.0.1", sum(shape), sorted(cores)
         each = len(every) // count
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)

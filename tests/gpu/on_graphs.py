@@ -38,10 +38,6 @@ LIMITS = {
 class CheckedSide(Side, SoakActor):
     """A side that knows what its process has in use."""
 
-    def gpus(self) -> int:
-        """Each side has the GPU of its number."""
-        return self.count
-
     def channel(self, *args: Any) -> Any:
         """Keeps the path of the last one."""
         made = super().channel(*args)
@@ -60,7 +56,7 @@ def _memory(side: CheckedSide) -> dict[str, Any]:
     lines = Path("/proc/self/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
     found: dict[str, Any] = {name: int(fields[name].split()[0]) << 10 for name in RESIDENT}
-    if side.dry:
+    if not side.on_gpu:
         return found
     free, total = torch.cuda.mem_get_info()
     found.update(gpu_used=total - free, torch_reserved=torch.cuda.memory_reserved())
@@ -118,8 +114,8 @@ def memory(
 
 def _profiled(side: Side, run: Callable[[], Any]) -> dict[str, Any]:
     """What is on the GPU's timeline while run runs, by kind and name."""
-    activity = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[activity.CPU if side.dry else activity.CUDA]) as seen:
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CUDA if side.on_gpu else kinds.CPU]) as seen:
         side.barrier()
         run()
         side.sync()

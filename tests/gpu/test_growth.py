@@ -23,7 +23,7 @@ def test_memory(gpus: int, mode: str) -> None:
         "exchanges": exchanges,
         "seconds": seconds,
     }
-    with graph.team(shape, False, actor=CheckedSide, variables=by_the_byte()) as team:
+    with graph.team(shape, actor=CheckedSide, variables=by_the_byte()) as team:
         found = graph.play(team, memory, what, 2 * seconds + 30)
     for side in found:
         print(f"{side['exchanges']} exchanges by {mode}: {side['growth']}")

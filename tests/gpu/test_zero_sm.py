@@ -23,7 +23,7 @@ def profiled(gpus: int) -> Iterator[Profiled]:
 
     def run(kind: str) -> list[dict[str, Any]]:
         if not teams:
-            teams.append(graph.team((1, 1), False, actor=CheckedSide))
+            teams.append(graph.team((1, 1), actor=CheckedSide))
             teams[0].__enter__()
         what = {"kind": kind, "shape": (0, 0, 128, 7168), "trips": 20}
         try:

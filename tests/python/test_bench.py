@@ -279,7 +279,7 @@ def test_wrong_options(argv, text, capsys):
 @pytest.mark.parametrize("name", bench.BENCHMARKS)
 def test_files_that_cannot_be_written(name, tmp_path, capsys):
     """Before anything is done."""
-    argv = [name, *(["af", "--dry"] if name == "graph" else [])]
+    argv = [name, *(["af"] if name == "graph" else [])]
 
     def refused(option, path):
         with pytest.raises(SystemExit) as end:

@@ -1,20 +1,22 @@
 """`fserver bench graph` on the CPU: the program, not the speed; its options, and its arithmetic."""
 
 import contextlib
-import importlib
 import json
 import re
 from argparse import Namespace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from dry import DryCheckedSide, dry, on_graphs
 
 from fserver import bench
 from fserver.bench import graph
 from fserver.bench.errors import BenchError
 from fserver.bench.graph import overlap, traffic
+from fserver.bench.team import Team
+
+__all__ = ("dry",)
 
 
 @pytest.mark.parametrize(
@@ -32,44 +34,35 @@ def test_wrong_options(argv, text, capsys):
     assert text in capsys.readouterr().err
 
 
-def test_a_disk_that_is_full():
-    argv = "af --dry --modes copy --beside --workers 1 --layers 1 --stages 1 --rows 1 --width 4"
+def test_a_disk_that_is_full(dry):
+    argv = "af --modes copy --beside --workers 1 --layers 1 --stages 1 --rows 1 --width 4"
     with pytest.raises(BenchError, match="--json /dev/full: No space left"):
         graph.main([*argv.split(), "--replays", "1", "--json", "/dev/full"])
 
 
 @pytest.mark.parametrize("count", ["1", "2"])
-def test_graph(tmp_path, count):
+def test_graph(dry, tmp_path, count):
     """On the CPU: the program, not the speed."""
     path = tmp_path / "rows.json"
-    argv = ["--dry", "--workers", count, "--layers", "3", "--stages", "2", "--rows", "2"]
-    argv += ["--width", "64", "--replays", "3", "--modes", "copy"]
+    argv = ["--workers", count, "--layers", "3", "--stages", "2", "--rows", "2"]
+    argv += ["--width", "64", "--replays", "3", "--modes", "copy", "--beside", "nccl"]
     assert bench.main(["graph", "af", *argv, "--json", str(path)]) == 0
-    ours, nccl = json.loads(path.read_text())["rows"]
-    assert (ours["mode"], nccl["by"]) == ("copy", "nccl")
-    for row in (ours, nccl):
+    two, one, nccl = json.loads(path.read_text())["rows"]
+    assert [(row["mode"], row["streams"]) for row in (two, one)] == [
+        ("copy", "two"),
+        ("copy", "one"),
+    ]
+    assert nccl["by"] == "nccl"
+    for row in (two, one, nccl):
         assert row["wrong"] == 0 and row["micro_batch_us"] > 0
 
 
-def test_graph_overlap(tmp_path):
+def test_graph_overlap(dry, tmp_path):
     """On the CPU: the program, not the speed."""
     path = tmp_path / "rows.json"
-    argv = ["--dry", "--layers", "2", "--stages", "2", "--rows", "2"]
-    argv += [
-        "--width",
-        "64",
-        "--size",
-        "32",
-        "--rounds",
-        "3",
-        "--ms",
-        "8",
-        "--modes",
-        "copy",
-        "--seconds",
-        "2",
-    ]
-    assert bench.main(["graph", "overlap", *argv, "--json", str(path), "--beside", "nccl"]) == 0
+    argv = "--workers 1 --layers 2 --stages 2 --rows 2 --width 64 --size 32 --rounds 3 --ms 8"
+    argv += " --modes copy --seconds 2 --beside nccl"
+    assert bench.main(["graph", "overlap", *argv.split(), "--json", str(path)]) == 0
     *ours, nccl = json.loads(path.read_text())["rows"]
     assert [row["compute"] for row in ours] == [False, True] and nccl["by"] == "nccl"
     for row in (*ours, nccl):
@@ -81,7 +74,7 @@ def test_graph_overlap(tmp_path):
 class Messages:
     """Ways that bring what a server would send, and nobody to meet."""
 
-    index, is_worker, peers, dry = 0, True, [1], True
+    index, is_worker, peers = 0, True, [1]
     stream = captured = lambda *_: None
     barrier = sync = lambda self: None
 
@@ -115,14 +108,14 @@ def test_graph_overlap_compares_what_was_beside():
         first = ends[part * overlap.BLOCKS + 2]
         last = ends[(part + 1) * overlap.BLOCKS + (2 if part == 1 else 0)]
         traffic.append([(first - 0.5, first), (first, (first + last) / 2), (last - 1, last)])
-    rows = overlap.compared(ends, traffic, dry=False)
+    rows = overlap.compared(ends, traffic)
     assert [row["blocks"] for row in rows] == [[8, 8, 7], [7, 6, 8]]
     assert [row["slowed"] for row in rows] == [2.0, 2.0] and rows[0]["noise"] == 0.0
-    assert overlap.compared(ends, [[(0.0, 0.1), (0.1, at)]], dry=False) == []
+    assert overlap.compared(ends, [[(0.0, 0.1), (0.1, at)]]) == []
 
 
 def test_graph_overlap_counts_rounds_of_a_steady_clock():
-    args = Namespace(dry=False, rounds=4)
+    args = Namespace(rounds=4)
 
     def side(*rounds):
         return {"rounds": [{"slowed": s, "noise": n} for s, n in rounds]}
@@ -136,19 +129,12 @@ def test_graph_overlap_counts_rounds_of_a_steady_clock():
             overlap.summary([steady, other], args)
 
 
-@pytest.fixture
-def checks(monkeypatch):
-    """What tests/gpu have the sides do, which runs on the CPU too."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "gpu"))
-    return importlib.import_module("on_graphs")
-
-
-def test_the_timeline_dry(checks):
+def test_the_timeline_dry():
     """What came is looked at, of each kind."""
-    with graph.team((1, 1), True, actor=checks.CheckedSide) as team:
+    with Team((1, 1), actor=DryCheckedSide) as team:
         for kind in ("eager", "copy", "copy graph", "kernel"):
             what = {"kind": kind, "shape": (0, 0, 2, 64), "trips": 3}
-            for side in graph.play(team, checks.zero_sm, what, 20):
+            for side in graph.play(team, on_graphs.zero_sm, what, 20):
                 assert side["wrong"] == 0 and not side["control"]
                 assert side["transport"] == ("cma" if kind == "eager" else "host")
 
@@ -210,7 +196,6 @@ def test_streams(monkeypatch, streams, worker, server):
 
 def hoarding(side, **what):
     """The side keeps a thousand objects at each check of its channels."""
-    import on_graphs
 
     class Hoard(on_graphs.Model):
         kept = []
@@ -223,15 +208,15 @@ def hoarding(side, **what):
     return on_graphs.memory(side, **what)
 
 
-def test_memory_dry(checks):
+def test_memory_dry():
     """It counts exchanges and what grows."""
     what = {"mode": "copy", "shape": (3, 2, 2, 64), "exchanges": 60, "seconds": 5}
-    how = {"actor": checks.CheckedSide, "variables": checks.by_the_byte()}
-    with graph.team((1, 1), True, **how) as team:
-        for function, seen in ((checks.memory, False), (hoarding, True)):
+    how = {"actor": DryCheckedSide, "variables": on_graphs.by_the_byte()}
+    with Team((1, 1), **how) as team:
+        for function, seen in ((on_graphs.memory, False), (hoarding, True)):
             for side in graph.play(team, function, dict(what), 20):
                 assert side["wrong"] == 0 and side["exchanges"] == 60
-                assert side["growth"].keys() >= {*checks.LIMITS, "engine_bytes"}
+                assert side["growth"].keys() >= {*on_graphs.LIMITS, "engine_bytes"}
                 assert (side["growth"]["python_blocks"] >= 5000) == seen
 
 
@@ -239,4 +224,4 @@ def test_graph_wants_gpus(capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert bench.main(["graph", "af"]) == 1
-    assert "torch sees 0 GPUs, want 2 (or CUDA's MPS, or --dry)" in capsys.readouterr().err
+    assert "torch sees 0 GPUs, want 2 (or CUDA's MPS)" in capsys.readouterr().err

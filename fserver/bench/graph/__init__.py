@@ -27,7 +27,6 @@ WORKS: dict[str, Any] = {"af": traffic, "overlap": overlap, "trips": trips}
 MODES = ("kernel", "copy")  # of channels on GPUs; the rest of trips is of mode host
 OPTIONS: tuple[Option, ...] = (
     ("--json", output, None, "also write the results to this file, as JSON, after each row"),
-    ("--dry", bool, False, "on the CPU, without graphs: check the program, not the speed"),
     ("--workers", positive, None, "number of workers (default: 2 with 4 or more GPUs, else 1)"),
     ("--servers", positive, None, "number of servers (default: the same as workers)"),
     ("--layers", positive, 61, "number of layers"),
@@ -43,10 +42,10 @@ OPTIONS: tuple[Option, ...] = (
 )
 
 
-def team(shape: tuple[int, int], dry: bool, **how: Any) -> Team:
+def team(shape: tuple[int, int], **how: Any) -> Team:
     """The processes, each with cores of its own where there are enough."""
     # There are fewer GPUs than sides only where MPS lets them share one.
-    gpus = None if dry else [i % torch.cuda.device_count() for i in range(sum(shape))]
+    gpus = [i % torch.cuda.device_count() for i in range(sum(shape))]
     return Team(shape, gpus, os.sched_getaffinity(0), **how)
 
 
@@ -76,8 +75,7 @@ def _measured(args: argparse.Namespace) -> Generator[list[dict[str, Any]], None,
                 if not made or not made.peers or by != used:
                     stack.close()
                     shape, used = (args.workers, args.servers), by
-                    variables = libraries.ENVIRONMENT if by and not args.dry else {}
-                    made = team(shape, args.dry, variables=variables)
+                    made = team(shape, variables=libraries.ENVIRONMENT if by else {})
                     stack.enter_context(made)
                 results = play(made, function, what, limit)
                 wrong = {"wrong": sum(r["wrong"] for r in results)}
@@ -109,12 +107,10 @@ def _parsed(argv: list[str], gpus: int) -> argparse.Namespace:
         args.workers = args.servers = 1
     args.workers = args.workers or (2 if gpus >= 4 else 1)
     args.servers = args.servers or args.workers
-    if args.dry:
-        args.beside = [way for way in args.beside if way == "nccl"]
     args.sizes = [(args.rows * args.width, 2 * args.rows * args.width)] * args.stages
     want, shared = args.workers + args.servers, "CUDA_MPS_PIPE_DIRECTORY" in os.environ
-    if not args.dry and gpus < (1 if shared else want):
-        raise BenchError(f"torch sees {gpus} GPUs, want {want} (or CUDA's MPS, or --dry)")
+    if gpus < (1 if shared else want):
+        raise BenchError(f"torch sees {gpus} GPUs, want {want} (or CUDA's MPS)")
     return args
 
 

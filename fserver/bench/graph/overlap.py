@@ -81,7 +81,7 @@ def overlap(
     times = [[tuple(marks[0].elapsed_time(m) for m in both) for both in one] for one in traffic]
     t.close()
     found = {"gemms": gemms.count, "replays": replays, "quiet_ms": quiet, "part_ms": ms}
-    return {**found, "rounds": compared(at, times, side.dry), "wrong": wrong}
+    return {**found, "rounds": compared(at, times), "wrong": wrong}
 
 
 def _rounds(
@@ -104,16 +104,15 @@ def _rounds(
         begins = free and not over and len(traffic) < rounds
         free = all(ended) and not begins
         if begins:  # this takes long, while the loop goes on with what is ahead of it
-            if not side.dry:
-                t.main.wait_event(marks[-1 - BLOCKS])
+            with torch.cuda.stream(t.main):
+                marks[-1 - BLOCKS].wait()
             traffic.append(t.run(replays))
     return marks, traffic
 
 
-def compared(at: list[float], traffic: list[list[Any]], dry: bool) -> list[dict[str, Any]]:
+def compared(at: list[float], traffic: list[list[Any]]) -> list[dict[str, Any]]:
     """By how much GEMMs were slowed in each round: blocks that traffic surely was beside, compared
-    with at most as many as a part has before and after it that none was beside. Dry, nothing runs
-    beside anything.
+    with at most as many as a part has before and after it that none was beside.
 
     `at` is when the loop began and when each of its blocks ended, `traffic` is, of each round, when
     each replay began and ended; in the first the sides meet."""
@@ -122,7 +121,7 @@ def compared(at: list[float], traffic: list[list[Any]], dry: bool) -> list[dict[
     rows, ended = [], 0.0
 
     def took(least: float, most: float) -> list[float]:
-        return [e - b for b, e in pairwise(at) if dry or least <= b and e <= most]
+        return [e - b for b, e in pairwise(at) if least <= b and e <= most]
 
     for (first, met, last), begins in zip(spans, nexts, strict=True):
         parts = took(ended, first)[-BLOCKS:], took(met, last), took(last, begins)[:BLOCKS]
@@ -146,9 +145,7 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
 
 def summary(results: Sequence[Any], args: argparse.Namespace) -> list[dict[str, Any]]:
     """The numbers of a row. Of several GPUs the worst counts."""
-    steady = [
-        [x["slowed"] for x in r["rounds"] if args.dry or abs(x["noise"]) <= STEADY] for r in results
-    ]
+    steady = [[x["slowed"] for x in r["rounds"] if abs(x["noise"]) <= STEADY] for r in results]
     if not all(steady):
         rounds = [len(r["rounds"]) for r in results]
         raise BenchError(f"no steady round, of {rounds} (longer --ms, else more --rounds)")

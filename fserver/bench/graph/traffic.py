@@ -246,7 +246,7 @@ def af(
 def rows(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of af; what is most likely to fail comes last."""
     run = functools.partial(af, layers=args.layers, sizes=args.sizes, replays=args.replays)
-    for streams in ("one",) if args.dry else ("two", "one"):
+    for streams in ("two", "one"):
         for mode in args.modes:
             yield run, {"mode": mode, "streams": streams}, 40
     for by in args.beside:

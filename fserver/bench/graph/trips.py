@@ -21,7 +21,7 @@ from ..report import figures
 from ..team import Side
 from .traffic import Row, Traffic, opened
 
-KIB, MIB = 1 << 10, 1 << 20
+KIB = 1 << 10
 SIZES = [(4 * KIB, 4 * KIB), (64 * KIB, 64 * KIB), (896 * KIB, 1792 * KIB)]
 ANSWER = 8  # bytes, to a message that goes one way
 WARM = 5  # runs
@@ -58,7 +58,7 @@ def trips(
 ) -> Found:
     """Times round trips as `how` says: "graph xN", "enqueued xN"."""
     kind, _, count = how.partition(" x")
-    layers = min(int(count), 3) if side.dry else int(count)
+    layers = int(count)
     t = Traffic(side, opened(side, [(push, pull)], mode, by), layers)
     t.capture(kind == "graph")
     wrong = t.checked()
@@ -84,11 +84,10 @@ def raw(side: Side, by: str) -> Found:
 
 def rows(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of trips; what is most likely to fail comes last."""
-    runs, big = args.runs, (MIB if args.dry else BIG, ANSWER)
+    runs, big = args.runs, (BIG, ANSWER)
     few = max(3, min(runs, 500) // 10)  # of what takes milliseconds
     limit = 40 + runs * 0.005
-    if not args.dry:
-        yield raw, {"by": "raw"}, 120
+    yield raw, {"by": "raw"}, 120
     for mode in args.modes:
         plans = [("graph x200", max(3, runs // 5)), ("graph x20", runs), ("enqueued x20", runs)]
         ways: list[Found] = [{"mode": mode}]
