@@ -7,9 +7,7 @@ number. On a GPU a server handles no numbers in timed exchanges: that takes long
 """
 
 import ctypes
-import dataclasses
 import itertools
-import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,8 +28,6 @@ Batch = list[tuple[int, list[torch.Tensor], list[int]]]
 """Requests: handler, tensors and keys of each."""
 
 POISON = 0xA5
-CONTROL = 1 << 63  # the key of a push that says what a server on another host is to do
-REMOTE = ("prepare", "verify", "measure")
 PERIOD = (1 << 20) + 17  # of the pattern: no multiple of a page, a segment or a chunk
 
 
@@ -317,34 +313,3 @@ class ServerActor(Actor):
                 respond(request[1] if echo else answer, request[0], need_event=False)
             del batch, request  # now, while the worker is busy, not before the next answer
         self.sequence += count
-
-
-class CommandingWorker(WorkerActor):
-    """A worker whose server is on another host, and is told through fserver itself what to do."""
-
-    def obey(self, method: str, *args: Any) -> Any:
-        if method in REMOTE:
-            order = json.dumps([method, *args], default=dataclasses.asdict).encode()
-            text = torch.frombuffer(bytearray(order), dtype=torch.uint8)
-            self.nodes[0].wait(self.nodes[0].push_pull([text], [CONTROL], [], []), TIMEOUT_MS)
-        return super().obey(method, *args)
-
-
-class ObeyingServer(ServerActor):
-    """The server of a worker on another host."""
-
-    def serve(self) -> None:
-        """Returns when the worker has left."""
-        node = self.nodes[0]
-        while True:
-            try:
-                ((handler, tensors, keys),) = node.get_batch()
-            except fserver.ClosedError:
-                return
-            method, *args = json.loads(bytes(tensors[0].tolist()))
-            if keys != [CONTROL] or method not in REMOTE:
-                raise AssertionError(f"a push of keys {keys}, where a command was to come")
-            node.respond([], handler, need_event=False)
-            if method == "prepare":  # JSON has made lists of its tuples, which do as well
-                args = [Case(**args[0])]
-            self.obey(method, *args)

@@ -111,8 +111,8 @@ def _run(way: str, folder: Path | None, variables: dict[str, str], args: list[st
         if reason or child.returncode:
             reason = reason or f"status {child.returncode}"
             raise BenchError(f"{way or 'compare'}: {' '.join(args)}: {reason}\n{printed}".strip())
-        text = out.read()
-    return json.loads(text)["rows"] if text else []
+        rows: Rows = json.load(out)["rows"]
+        return rows
 
 
 def _rows(way: str, own: list[Rows], first: str, its_own: list[Rows]) -> Iterator[dict[str, Any]]:

@@ -28,7 +28,6 @@ from .run import Run
 OPS = ("push", "pull", "push_pull")
 PLACES = ("local", "joint")
 MEMORY = ("cpu", "cpu:gpu", "gpu:cpu", "gpu")
-ROUND_BYTES = 64 << 20  # of a round, if --iters is not given
 TIMEOUT = 600.0  # seconds; one line of the table
 LINE = re.compile(r"(worker \d+.*): \w+: Application goodput: ([\d.]+) Gbps, ([\d.]+) messages/s")
 COLUMNS = ("place", "memory", "transport", "op", "keys", "bytes")
@@ -74,18 +73,14 @@ def main(argv: list[str]) -> int:
     planned = [Case(*each) for each in itertools.product(*lists)]
     with Run("kv", options, (*COLUMNS, *GOODPUT)) as run:
         rows = (_row(run, at, case) for at, case in enumerate(planned))
-        if options.role == "server":
-            list(rows)
-        else:
-            run.table(rows)
+        run.table(row for row in rows if options.role != "server")
     return 0
 
 
 def _row(run: Run, at: int, case: Case) -> dict[str, Any]:
     """Line `at` of the table; on the host of the server there is nothing in it."""
     options = run.options
-    count = ROUND_BYTES // (case.bytes * options.keys * options.servers)
-    iters = options.iters or min(max(count, 10), 1000)
+    iters = opts.exchanges(options, case.bytes * options.keys * options.servers)
     reason = None
     if options.role and case.transport in [w["name"] for w in env.transports() if w["inside"]]:
         reason = "it stays inside a host"

@@ -14,6 +14,7 @@ ON_GPUS = (*ON_STREAMS, "nixl")
 ON_CPU = ("gloo",)
 
 TRANSPORTS = "transports: values of FSERVER_TRANSPORT, which `fserver env` lists"
+ROUND_BYTES = 64 << 20  # of a round without --seconds or --iters
 CHECKED = (
     "The number in every answer is checked. Between rounds, all bytes of an exchange are compared, "
     "in memory that held other values before."
@@ -67,6 +68,11 @@ def check_hosts(made: Parser, options: argparse.Namespace) -> None:
         made.error("--scheduler and --role: give both, or neither (one command on each host)")
     if options.scheduler and not re.fullmatch(r".+:\d{1,5}", options.scheduler):
         made.error(f"--scheduler {options.scheduler}: want HOST:PORT")
+
+
+def exchanges(options: argparse.Namespace, count: int) -> int:
+    """Exchanges of so many bytes in a round that no time limits: as many on both of two hosts."""
+    return options.iters or min(max(ROUND_BYTES // count, 10), 1000)
 
 
 def wanted(parse: Callable[[str], Any], fits: Callable[[Any], bool], want: str) -> Type:

@@ -11,7 +11,7 @@ from typing import Any
 from . import options as opts
 from . import report
 from .baseline import SMALL, Baseline, compiled, program
-from .crew import Case, Crew, connected, members, serve, transport_settings
+from .crew import Case, Crew, connected, members, transport_settings
 from .run import CrewPlayer, Run, Way, need_gpu
 
 OPS = ("push", "pull", "push_pull")
@@ -55,13 +55,9 @@ def main(argv: list[str]) -> int:
     columns += OF_MODEL if options.layers > 1 else ()
     apart = list(itertools.product(*several.values()))
     with Run("pingpong", options, columns) as run:
-        rows = (row for device, groups in apart for row in _rows(run, device, groups))
-        if options.role == "server":
-            serve(_pair(run, options.transport[0], "cpu", 1), options.scheduler)
-        else:
-            run.table(rows)
-            for key, (text, _) in report.PARTS.items() if options.layers > 1 else ():
-                print(f"{text:<50}", *(f"{row['parts_us'][key]:>9.1f} µs" for row in run.rows))
+        run.table(row for device, groups in apart for row in _rows(run, device, groups))
+        for key, (text, _) in report.PARTS.items() if options.layers > 1 and run.rows else ():
+            print(f"{text:<50}", *(f"{row['parts_us'][key]:>9.1f} µs" for row in run.rows))
     return 0
 
 
@@ -83,9 +79,10 @@ def _options(argv: list[str]) -> argparse.Namespace:
     """The options, checked, with defaults that depend on others."""
     options = PARSER.parse_args(argv)
     opts.check_hosts(PARSER, options)
-    alone = options.transport[1:], options.device, options.workers, options.servers
-    if options.role and alone != ([], ["cpu"], 1, 1):
-        PARSER.error("--role: want one --transport, worker and server, and --device cpu")
+    alone = options.transport[1:], options.device, options.beside, options.shared
+    several = options.workers * options.servers > 1 or options.groups != [1]
+    if options.role and (several or alone != ([], ["cpu"], None, False)):
+        PARSER.error("--role: want one --transport, worker and server, --device cpu, no --beside")
     if options.layers * options.stages > TRACES:
         PARSER.error(
             f"--layers {options.layers} x --stages {options.stages}: want at most {TRACES}"
@@ -106,7 +103,7 @@ def _rows(run: Run, device: str, groups: int) -> Iterator[dict[str, Any]]:
             ways += _others(run, stack, players, planned)
         for case in planned:
             run.measure(ways, case)
-            for way in ways:
+            for way in ways if options.role != "server" else ():
                 sent = way.player.crew.workers("sent")[0] if way in players else []
                 row = {**_of_one(way.row(case), groups), "device": device, "sent": sent}
                 yield {**row, **(_of_model(way, case) if options.layers > 1 else {})}
@@ -145,7 +142,7 @@ def _ours(run: Run, stack: contextlib.ExitStack, case: Case, groups: int) -> Ite
             if case.device == "gpu":  # how that travels is known when it has
                 player.prepare(case)
                 player.check(0)
-            name = crew.transport()
+            name = transport if options.role == "server" else crew.transport()
             way = Way(f"{name} shared" if shared else name, player, run.raw(name, crew.gpus))
         yield way
 
@@ -159,8 +156,8 @@ def _pair(
         need_gpu()
     where = {"host": options.host, "scheduler": options.scheduler, "device": device}
     counts = options.workers, options.servers
-    here = members(run.cores, options.role, counts=counts, groups=groups)
-    return connected(here, transport, **where)
+    both = members(run.cores, counts=counts, groups=groups)
+    return connected([m for m in both if options.role in (None, m.role)], transport, **where)
 
 
 def _others(

@@ -13,6 +13,7 @@ from . import report
 from .baseline import Baseline, baseline_of, program
 from .crew import Case, Crew
 from .errors import BenchError
+from .options import exchanges
 from .report import Figures
 
 
@@ -38,7 +39,8 @@ class CrewPlayer:
         # More time by ten times what is to be expected, if exchanges take as long as the last ones.
         limit = self.crew.limit + 1e-5 * (warmup + count) * self.unit * self._p50_us
         results = self.crew.workers("measure", warmup, count, limit=limit)
-        found: Figures = max(results, key=lambda figures: figures["p50_us"])
+        nobody = {"p50_us": 0.0}  # of two hosts, that of the server
+        found: Figures = max(results, key=lambda figures: figures["p50_us"], default=nobody)
         self._p50_us = found["p50_us"]
         return found
 
@@ -120,6 +122,7 @@ class Run(contextlib.ExitStack):
         super().__init__()
         self.options, self.rows = options, list[dict[str, Any]]()
         self._name, self._columns = name, columns
+        self._role = getattr(options, "role", None)  # of two hosts, which do the same
         self._raws: dict[str, Way] = {}
         if getattr(options, "device", None) == ["gpu"]:
             need_gpu()
@@ -150,8 +153,7 @@ class Run(contextlib.ExitStack):
 
     def raw(self, transport: str, gpus: tuple[int, int] = (0, 0)) -> Way:
         """The raw baseline of a transport, which is started once."""
-        far = getattr(self.options, "role", None)  # a raw program has both ends on one host
-        name = "" if far else baseline_of(transport)
+        name = "" if self._role else baseline_of(transport)  # it has both ends on one host
         if self.options.no_baseline or not name:
             missing = "--no-baseline" if name else "there is no raw program that does the same"
             return Way("", reason=missing)
@@ -167,7 +169,8 @@ class Run(contextlib.ExitStack):
             with way.tried():
                 way.player.prepare(case)
         how = self.options
-        take_turns(playing, how.rounds, how.seconds, how.iters)
+        iters = exchanges(how, case.unit * sum(case.moved)) if self._role else how.iters
+        take_turns(playing, how.rounds, how.seconds, iters)
 
 
 def choose_cores(asked: tuple[int, int] | None) -> tuple[int, int]:

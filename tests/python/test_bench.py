@@ -253,7 +253,7 @@ def test_units_are_counted():
         ),
         (
             ["af", "--role", "worker", "--scheduler", "a:1", "--workers", "2"],
-            "--role: want one --transport, worker and server, and --device cpu",
+            "--role: want one --transport, worker and server, --device cpu, no --beside",
         ),
         (["pingpong", "--shared", "--device", "gpu"], "--shared: want --device cpu"),
         (["af", "--layers", "2000"], "want at most 4096"),

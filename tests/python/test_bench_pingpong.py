@@ -195,7 +195,7 @@ def test_two_hosts(tmp_path, port):
     common += ["--transport", "tcp"]
     argv = [*TWO, "--json", str(path)]
     with ThreadPoolExecutor(1) as pool:
-        server_status = pool.submit(bench.main, [*common, "--role", "server"])
+        server_status = pool.submit(bench.main, [*common, "--role", "server", *TWO])
         assert bench.main([*common, "--role", "worker", *argv]) == 0
         assert server_status.result(60) == 0
     (row,) = written(path, "pingpong")

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from ..errors import BenchError
+from ..libraries import Sizes
 from ..report import median_interval
 from ..team import Side
-from .traffic import Model, Row, Sizes, Traffic, opened
+from .traffic import Model, Row, Traffic, opened
 
 BLOCKS = 8  # of GEMMs, of a part
 AHEAD = 3  # parts that are enqueued
