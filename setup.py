@@ -13,7 +13,6 @@ from setuptools.command.sdist import sdist
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 import builder  # noqa: E402  (tools/ is no package)
 import needs  # noqa: E402
-import source  # noqa: E402
 
 
 class Describe(dist_info):
@@ -33,7 +32,7 @@ class Source(sdist):
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         super().make_release_tree(base_dir, files)
         with needs.one_line():
-            source.complete(Path(base_dir))
+            builder.source(Path(base_dir).resolve())
 
 
 class BuildPackage(build_py):
@@ -77,7 +76,5 @@ setup(
         "dist_info": Describe,
         "sdist": Source,
     },
-    long_description=source.long_description((builder.ROOT / "README.md").read_text()),
-    long_description_content_type="text/markdown",
     setup_requires=build_requirements(),
 )

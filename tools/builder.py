@@ -154,6 +154,14 @@ def commit() -> str:
     return subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
+def source(tree: Path) -> None:
+    """Adds the commit, and the Go modules that the engine is built from, to an unpacked source
+    distribution."""
+    (tree / "COMMIT").write_text(f"{commit()}\n")
+    env = {**os.environ, "GO": needs.find_go()}
+    _run("go mod vendor", [ROOT / "tools/vendor.sh", tree], env)
+
+
 def extension(package: Path) -> None:
     """Builds the extension and its adapters into a package folder."""
     torches = needs.need_all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import builder  # noqa: E402
-import source  # noqa: E402
 
 
 def git(folder: Path, *words: str) -> str:
@@ -45,21 +43,3 @@ def test_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(inside))
     (inside / "COMMIT").unlink()
     assert builder.commit() == ""  # no git
-
-
-def test_long_description() -> None:
-    readme = (
-        "![A picture](docs/a.svg) [Page](docs/page.md), [docs](docs), [there](https://a.b/c), "
-        "[below](#below), `a[0](x)`\n"
-    )
-    assert source.long_description(readme) == (
-        "A picture Page (`docs/page.md`), docs, [there](https://a.b/c), "
-        "[below](#below), `a[0](x)`\n"
-    )
-
-
-def test_the_page_of_a_package_has_no_relative_links() -> None:
-    text = source.long_description((ROOT / "README.md").read_text())
-    assert text.count("\n") > 50
-    targets = re.findall(r"\]\(([^)\s]+)\)", text)
-    assert [target for target in targets if not re.match("[a-z]+:|#", target)] == []
