@@ -114,14 +114,14 @@ ringx() {
     ((n <= gpus)) || continue
     local run=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$n" tools/ringx_bench.py)
     step "ringx-causal-$n" "${run[@]}" --tokens "$tokens" --json "$OUT/ringx-causal-$n.json"
-    grep -h '^table' "$OUT/ringx-causal-$n.txt"
+    cat "$OUT/ringx-causal-$n.txt"
     step "ringx-graph-$n" "${run[@]}" --graph --tokens 8K,32K --json "$OUT/ringx-graph-$n.json"
-    grep -h '^table' "$OUT/ringx-graph-$n.txt"
+    cat "$OUT/ringx-graph-$n.txt"
     [[ -n ${QUICK:-} ]] && continue
     step "ringx-full-$n" "${run[@]}" --mask full --tokens 8K,32K,64K --json "$OUT/ringx-full-$n.json"
-    grep -h '^table' "$OUT/ringx-full-$n.txt"
+    cat "$OUT/ringx-full-$n.txt"
     NCCL_P2P_DISABLE=1 step "ringx-slow-$n" "${run[@]}" --tokens 8K,32K,64K --json "$OUT/ringx-slow-$n.json"
-    grep -h '^table' "$OUT/ringx-slow-$n.txt"
+    cat "$OUT/ringx-slow-$n.txt"
   done
 }
 

@@ -12,8 +12,6 @@ GPUs it runs over gloo. tests/ringx/test_ringx_ranks.py checks the answers of al
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
 import math
 import os
 import statistics
@@ -36,14 +34,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fserver.bench import report
+from fserver.bench.options import listed, size
 from fserver.ringx import positions, ringx_attention
 from fserver.ringx.algorithms import ALGORITHMS
 from fserver.ringx.ranks import ranks_of
 
 WARM = 5  # calls
 TABLE = ("way", "tokens", "forward_ms", "forward_of_ideal", "both_ms", "both_of_ideal")
-NAMES = ("cudnn", "flash", "efficient")
-KERNELS = {name: getattr(SDPBackend, f"{name.upper()}_ATTENTION") for name in NAMES}
 
 
 class Way(NamedTuple):
@@ -130,26 +127,21 @@ def captured(call: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def measure(options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
     """All ways at all lengths."""
-    rows, on_gpu = [], device.type == "cuda"
+    on_gpu, causal = device.type == "cuda", options.mask == "causal"
     dtype, dim = (torch.bfloat16, 128) if on_gpu else (torch.float32, 16)
-    wanted = ["alone", *options.ways.split(",")] if options.ways else None
-    lengths = [int(n.rstrip("K")) << 10 * n.endswith("K") for n in options.tokens.split(",")]
-    masks = {"causal": (True,), "full": (False,), "both": (True, False)}[options.mask]
-    for tokens, causal in itertools.product(lengths, masks):
+    for tokens in options.tokens:
         generator = torch.Generator(device).manual_seed(tokens)
         heads = (32, 8, 8, 32) if causal else (32,) * 4  # of q, k, v and the gradient of out
         shapes = [(1, tokens, n, dim) for n in heads]
         whole = [torch.randn(s, device=device, generator=generator).to(dtype) for s in shapes]
         ideal: dict[str, float] = {}
         for way in ways(causal, tokens, device):
-            if wanted is None or way.name in wanted:
-                with sdpa_kernel(KERNELS["cudnn"]) if on_gpu else nullcontext():
-                    rows.append(measure_one(options, way, whole, causal, ideal))
-                say(json.dumps(rows[-1]))
+            if way.name in ("alone", *(options.ways or [way.name])):
+                with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if on_gpu else nullcontext():
+                    yield measure_one(options, way, whole, causal, ideal)
                 torch.cuda.empty_cache()
-    return rows
 
 
 def measure_one(
@@ -191,18 +183,14 @@ def measure_one(
     return row
 
 
-def say(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(text, flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--json", metavar="FILE")
-    add("--tokens", default="8K,32K,64K,128K,256K", help="of the whole sequence; 8K is 8,192")
-    add("--mask", choices=("causal", "full", "both"), default="causal")
-    add("--ways", help="only these, by name, with commas")
+    lengths = "8K,32K,64K,128K,256K"
+    add("--tokens", type=listed(size), default=lengths, help="of the whole sequence; 8K is 8,192")
+    add("--mask", choices=("causal", "full"), default="causal")
+    add("--ways", type=listed(str), help="only these, by name, with commas")
     add("--iterations", type=int, default=20)
     add("--graph", action="store_true", help="times replays of a CUDA graph of each call")
     options = parser.parse_args()
@@ -220,11 +208,14 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "nccl": torch.cuda.nccl.version() if on_gpu else None,
     }
-    rows = measure(options, device)
-    say(f"table {report.header(TABLE)}")
-    for row in rows:
-        say(f"table {report.line(TABLE, {**dict.fromkeys(TABLE), **row})}")
-    if options.json and dist.get_rank() == 0:
+    first, rows = dist.get_rank() == 0, []
+    if first:
+        print(report.header(TABLE))
+    for row in measure(options, device):
+        rows.append(row)
+        if first:
+            print(report.line(TABLE, {**dict.fromkeys(TABLE), **row}), flush=True)
+    if options.json and first:
         report.save(options.json, {"rows": rows, "machine": machine})
     dist.barrier()
     dist.destroy_process_group()

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from exact import ROWS, Problem, Shard, call, dense, shard
 from torch import Tensor
-from torch.nn.attention import sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from world import Rank, World
 
 from fserver.errors import ConfigError
@@ -80,7 +80,9 @@ def problem_of(me: Rank, dtype: torch.dtype, shape: tuple[int, int, int]) -> Pro
 
 
 def by(kernel: str) -> AbstractContextManager[Any]:
-    return sdpa_kernel(ringx_bench.KERNELS[kernel]) if kernel != "cpu" else nullcontext()
+    if kernel == "cpu":
+        return nullcontext()
+    return sdpa_kernel(getattr(SDPBackend, f"{kernel.upper()}_ATTENTION"))
 
 
 def ours(me: Rank, causal: bool) -> Iterator[tuple[str, str, Call]]:
