@@ -196,7 +196,7 @@ bench_steps() {
   export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
   bench_step pingpong 160 --device gpu --transport auto --sizes 4K,896K:1792K,64M --rounds "${ROUNDS:-5}"
   bench_step devices 130 --device cpu,gpu --sizes 4K,1M --rounds 3 --seconds 0.1
-  graph_step bench trips 190 --modes kernel copy --runs "${RUNS:-1000}"
+  graph_step bench trips 190 --modes kernel,copy --runs "${RUNS:-1000}"
 }
 
 # GPU tensors over a transport that takes host memory alone.
@@ -247,7 +247,7 @@ channel() {
   step build build
   step channel-smoke within 60 "${lanes[@]}" -k "test_lane and (unaligned or one_way) and $here"
   if ((gpus >= 2)); then
-    graph_step channel trips 120 --runs "${RUNS:-40}" --beside
+    graph_step channel trips 120 --runs "${RUNS:-40}" --beside none
     step channel-calls within 60 "$PYTHON" tests/gpu/bench_channel.py --json "$OUT/calls.json" \
       --runs "${RUNS:-40}" ${SWEEP:+--sweep}
     grep '^work=' "$OUT/channel-calls.txt"

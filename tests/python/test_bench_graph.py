@@ -35,7 +35,7 @@ def test_wrong_options(argv, text, capsys):
 
 
 def test_a_disk_that_is_full(dry):
-    argv = "af --modes copy --beside --workers 1 --layers 1 --stages 1 --rows 1 --width 4"
+    argv = "af --modes copy --beside none --workers 1 --layers 1 --stages 1 --rows 1 --width 4"
     with pytest.raises(BenchError, match="--json /dev/full: No space left"):
         graph.main([*argv.split(), "--replays", "1", "--json", "/dev/full"])
 

@@ -47,7 +47,7 @@ def test_trips(path):
 
 
 def test_trips_through_the_engine(path):
-    status, (_, *rows) = run(path, "--runs", "1", "--modes", "host", "--beside")
+    status, (_, *rows) = run(path, "--runs", "1", "--modes", "host", "--beside", "none")
     assert status == 0
     assert [(row["transport"], row["push"]) for row in rows] == [
         (transport, push) for transport in ("cma", "tcp") for push, _ in trips.SIZES
@@ -57,7 +57,7 @@ def test_trips_through_the_engine(path):
 
 def test_host_is_for_trips_alone(capsys):
     with pytest.raises(SystemExit) as end:
-        bench.main(["graph", "af", "--modes", "copy", "host"])
+        bench.main(["graph", "af", "--modes", "copy,host"])
     assert end.value.code == 2
     assert "--modes: 'host': want some of kernel, copy with af" in capsys.readouterr().err
 

@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 
-from fserver.channel.describe import mode_named
-
 from .. import libraries
 from ..errors import BenchError
-from ..options import ON_STREAMS, Option, Parser, above_zero, output, positive
+from ..options import ON_STREAMS, Option, Parser, above_zero, output, positive, some_of
 from ..report import save
 from ..team import Team
 from . import overlap, traffic, trips
@@ -24,9 +22,13 @@ TEXT = (
     "docs/benchmarks.md describes the rows. The exit status is 1 if a row failed or data was wrong."
 )
 WORKS: dict[str, Any] = {"af": traffic, "overlap": overlap, "trips": trips}
-MODES = ("kernel", "copy")  # of channels on GPUs; the rest of trips is of mode host
+MODES = ("kernel", "copy")  # of channels on GPUs
+SOME = (*MODES, "host", "none")
+BESIDE = (*ON_STREAMS, "none")
 OPTIONS: tuple[Option, ...] = (
     ("--json", output, None, "also write the results to this file, as JSON, after each row"),
+    ("--modes", some_of(*SOME), None, f"of channels, {', '.join(SOME)} (default: all that fit)"),
+    ("--beside", some_of(*BESIDE), ",".join(ON_STREAMS), f"beside, some of {', '.join(BESIDE)}"),
     ("--workers", positive, None, "number of workers (default: 2 with 4 or more GPUs, else 1)"),
     ("--servers", positive, None, "number of servers (default: the same as workers)"),
     ("--layers", positive, 61, "number of layers"),
@@ -93,18 +95,14 @@ def _parsed(argv: list[str], gpus: int) -> argparse.Namespace:
     parser.add_argument("work", choices=WORKS, help="see docs/benchmarks.md")
     for option in OPTIONS:
         parser.option(*option)
-    text = "modes of the channels (default: all, but host only with trips); without a name: none"
-    modes = (*MODES, "host")
-    parser.add_argument("--modes", nargs="*", type=mode_named, choices=modes, help=text)
-    ways, text = ON_STREAMS, "other libraries (default: all); without a name: none"
-    parser.add_argument("--beside", nargs="*", default=ways, choices=ways, help=text)
     args = parser.parse_args(argv)
-    if args.modes is None:
-        args.modes = modes if args.work == "trips" else MODES
-    if args.work != "trips" and "host" in args.modes:
-        parser.error(f"--modes: 'host': want some of {', '.join(MODES)} with {args.work}")
     if args.work == "trips":
         args.workers = args.servers = 1
+        args.modes = args.modes or SOME[:-1]
+    elif "host" in (args.modes or MODES):
+        parser.error(f"--modes: 'host': want some of {', '.join(MODES)} with {args.work}")
+    args.modes = [mode for mode in args.modes or MODES if mode != "none"]
+    args.beside = [way for way in args.beside if way != "none"]
     args.workers = args.workers or (2 if gpus >= 4 else 1)
     args.servers = args.servers or args.workers
     args.sizes = [(args.rows * args.width, 2 * args.rows * args.width)] * args.stages
@@ -118,9 +116,8 @@ def main(argv: list[str]) -> int:
     """Runs the benchmark; returns the exit status."""
     gpus = torch.cuda.device_count()
     args = _parsed(argv, gpus)
-    result: dict[str, Any] = {"arguments": vars(args), "torch": torch.__version__, "gpus": gpus}
-    result["rows"] = []
-    failures = 0
+    result = {"bench": "graph", "options": vars(args), "torch": torch.__version__, "gpus": gpus}
+    every, failures = list[dict[str, Any]](), 0
     with contextlib.closing(_measured(args)) as found:
         for rows in found:
             failed = any("error" in row or row.get("wrong") for row in rows)
@@ -128,9 +125,9 @@ def main(argv: list[str]) -> int:
             for row in rows:
                 shown = "  ".join(f"{k}={v}" for k, v in row.items() if k != "sides")
                 print(("FAIL " if failed else "") + shown, flush=True)
-            result["rows"] += rows
+            every += rows
             if args.json:
-                save(args.json, result)
+                save(args.json, {**result, "rows": every})
             if failures == 2:
                 break
     return 1 if failures else 0
