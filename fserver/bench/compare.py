@@ -27,6 +27,7 @@ from .options import Parser, output, positive
 LIMIT = 1.03  # a ratio that is surely above means slower
 LEAST = 6  # rounds; fewer give no interval of 95 %
 TIMEOUT = 1800.0  # seconds; a round of a way
+OURS = ("bench", "percentiles.py")  # of the package, whatever the build
 HERE = Path(__file__).resolve().parents[2]
 COLUMNS = (*report.MEASURED, "ratio", "ratio_low", "ratio_high", "shares", "way")
 Rows = list[dict[str, Any]]
@@ -138,8 +139,8 @@ def _package(root: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="fserver-bench-") as folder:
         made = Path(folder) / "fserver"
         made.mkdir()
-        for entry in (root / "fserver").iterdir():
-            if entry.name not in ("bench", "__pycache__"):
+        ours = [Path(__file__).resolve().parents[1] / name for name in OURS]
+        for entry in (*ours, *(root / "fserver").iterdir()):
+            if entry.name != "__pycache__" and not (made / entry.name).exists():
                 (made / entry.name).symlink_to(entry)
-        (made / "bench").symlink_to(Path(__file__).resolve().parent)
         yield Path(folder)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fserver import versions
+from fserver.percentiles import percentile
 
 from .errors import BenchError
 
@@ -21,11 +22,6 @@ Figures = dict[str, Any]
 Rounds = Sequence[Figures]
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
-
-def percentile(ordered: Sequence[float], percent: int) -> float:
-    """The smallest sample that at least `percent` of the sorted ones do not exceed."""
-    return ordered[-(-len(ordered) * percent // 100) - 1]
 
 
 def median_interval(samples: Sequence[float]) -> tuple[float, float]:

@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from fserver.percentiles import percentile
+
 
 def compare(
     tokenizer: Any, prompts: list[str], workers: list[dict[str, Any]], whole: list[dict[str, Any]]
@@ -114,6 +116,4 @@ def _mb(count: int) -> str:
 
 
 def _percentile(ordered: list[float], percent: int) -> str:
-    if not ordered:
-        return "-"
-    return f"{ordered[min(len(ordered) * percent // 100, len(ordered) - 1)]:.0f}"
+    return f"{percentile(ordered, percent):.0f}" if ordered else "-"

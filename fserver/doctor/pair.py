@@ -13,6 +13,7 @@ from typing import Any
 
 import fserver
 from fserver import env
+from fserver.percentiles import percentile
 
 from . import names
 from .protocol import PAIR_LIMIT, Channel, ProtocolError, Type
@@ -159,7 +160,7 @@ def _exchange(worker: fserver.Worker) -> Iterator[dict[str, float]]:
                 at = int((x != y).nonzero()[0])
                 raise ValueError(f"of {count} bytes the one at {at} came back wrong (report this)")
         times.sort()
-        p50 = times[len(times) // 2]
+        p50 = percentile(times, 50)
         yield {
             "bytes": count,
             "count": len(times),

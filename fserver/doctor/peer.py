@@ -13,6 +13,7 @@ from typing import Any
 
 from fserver import _loader
 from fserver.errors import Error
+from fserver.percentiles import percentile
 
 from . import names, pair, protocol
 from .protocol import Channel, ProtocolError, SecretError, Type
@@ -255,7 +256,7 @@ def _latency(report: Report, title: str, found: dict[str, Any], channel: Channel
         if time.monotonic() > end:
             break
     times.sort()
-    p50, p99 = times[len(times) // 2], times[len(times) * 99 // 100]
+    p50, p99 = percentile(times, 50), percentile(times, 99)
     found["latency_us"] = {"p50": round(p50, 1), "p99": round(p99, 1), "count": len(times)}
     text = f"p50 {p50:.0f} µs, p99 {p99:.0f} µs for {len(times)} round trips of 17 bytes"
     report.add(title, Check("latency", "yes", text))

@@ -27,7 +27,7 @@ sys.path.insert(0, str(HERE.parent.parent))
 import torch  # noqa: E402
 from pair import Pair, Side  # noqa: E402
 
-from fserver.bench.report import percentile  # noqa: E402
+from fserver.percentiles import percentile  # noqa: E402
 
 KIB = 1 << 10
 WORK = [(4 * KIB, 4 * KIB), (64 * KIB, 64 * KIB), (896 * KIB, 1792 * KIB)]

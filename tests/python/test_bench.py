@@ -18,17 +18,18 @@ from fserver.bench import af, crew, options, pingpong, report
 from fserver.bench.crew import Case
 from fserver.bench.errors import BenchError, WrongDataError
 from fserver.bench.run import Run, Way, choose_cores, take_turns
+from fserver.percentiles import percentile
 
 COLUMNS = (*report.MEASURED, *report.RAW)
 
 
 def test_percentile_is_nearest_rank():
-    assert report.percentile([7], 50) == 7
-    assert report.percentile([7], 99) == 7
-    assert report.percentile([1, 2, 3, 4], 50) == 2
-    assert report.percentile([1, 2, 3], 50) == 2
-    assert report.percentile(range(1, 101), 99) == 99
-    assert report.percentile(range(1, 102), 99) == 100
+    assert percentile([7], 50) == 7
+    assert percentile([7], 99) == 7
+    assert percentile([1, 2, 3, 4], 50) == 2
+    assert percentile([1, 2, 3], 50) == 2
+    assert percentile(range(1, 101), 99) == 99
+    assert percentile(range(1, 102), 99) == 100
 
 
 def test_interval_of_the_median():

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from fserver.percentiles import percentile
+
 from ..libraries import BIG, Call, Route, Sizes, join, theirs
-from ..report import percentile
 from ..team import Side
 
 POISON = 0xFF  # no byte of a pattern
