@@ -10,23 +10,16 @@ from __future__ import annotations
 
 import time
 import warnings
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .kernels import capturing
+from .part import Part
 
 if TYPE_CHECKING:
     from types import ModuleType
-
-
-class Part(NamedTuple):
-    """What some rows got: out or dq ``[B, n, H, D]``, and lse ``[B, H, n]`` of an out."""
-
-    rows: slice  # of n, among all
-    value: Tensor
-    lse: Tensor | None
 
 
 class Parts:

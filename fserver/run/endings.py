@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from . import tracebacks
-
-if TYPE_CHECKING:
-    from .supervisor import Child
+from .children import Child
 
 KILLED = "if you did not kill it, the host may have run out of memory (see dmesg)"
 

@@ -1,4 +1,4 @@
-"""No module of fserver imports itself by way of others."""
+"""No module of fserver imports itself by way of others: not for types, and not in a function."""
 
 from __future__ import annotations
 
@@ -11,20 +11,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _runs(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements that an import of the module runs, but no types."""
-    for statement in body:
-        if isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":
-            yield from _runs(statement.orelse)
-        elif not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield statement
-            for name in ("body", "orelse", "handlers", "finalbody"):
-                yield from _runs(getattr(statement, name, []))
-
-
 def _names(text: str, package: list[str], modules: Container[str]) -> Iterator[str]:
     """The modules that a module of a package imports. What another one exports counts as that."""
-    for statement in _runs(ast.parse(text).body):
+    for statement in ast.walk(ast.parse(text)):
         if isinstance(statement, ast.Import):
             yield from (alias.name for alias in statement.names)
         elif isinstance(statement, ast.ImportFrom):
@@ -38,7 +27,7 @@ def _names(text: str, package: list[str], modules: Container[str]) -> Iterator[s
 def graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
     """The modules that each module imports, without the packages that they are in: while a package
     is imported, its own modules name it. sources: text by path, ``"fserver/run/log.py"``."""
-    paths = {tuple(path.removesuffix(".py").split("/")): text for path, text in sources.items()}
+    paths = {tuple(path.partition(".")[0].split("/")): text for path, text in sources.items()}
     modules = {".".join(path).removesuffix(".__init__"): path for path in paths}
     return {
         module: {*_names(paths[path], list(path[:-1]), modules)} & modules.keys()
@@ -66,8 +55,9 @@ def circles(imports: Mapping[str, set[str]]) -> list[list[str]]:
 
 SOURCES = {
     "a/__init__.py": "from a.b import f",
-    "a/b.py": "def f():\n    from a import c",
-    "a/c.py": "from . import b, d\nif TYPE_CHECKING:\n    import a.d.e",
+    "a/b.py": "def f():\n    from a import _x",
+    "a/_x.pyi": "",
+    "a/c.py": "from . import b, d\nif TYPE_CHECKING:\n    import os",
     "a/d/__init__.py": "",
     "a/d/e.py": "try:\n    from ..c import C\nexcept ImportError:\n    import os",
 }
@@ -80,6 +70,8 @@ SOURCES = {
         ({"a/b.py": "import a.d.e"}, [["a.b", "a.d.e", "a.c", "a.b"]]),
         ({"a/d/__init__.py": "from .e import E"}, [["a.c", "a.d", "a.d.e", "a.c"]]),
         ({"a/b.py": "from . import g"}, [["a", "a.b", "a"]]),
+        ({"a/b.py": "def f():\n    import a.c"}, [["a.b", "a.c", "a.b"]]),
+        ({"a/d/__init__.py": "if TYPE_CHECKING:\n    import a.c"}, [["a.c", "a.d", "a.c"]]),
     ],
 )
 def test_circles_of_a_package(changed: dict[str, str], want: list[list[str]]) -> None:
@@ -87,7 +79,8 @@ def test_circles_of_a_package(changed: dict[str, str], want: list[list[str]]) ->
 
 
 def test_no_module_imports_itself() -> None:
-    files = (ROOT / "fserver").rglob("*.py")
-    imports = graph({str(p.relative_to(ROOT)): p.read_text() for p in files})
+    files = (ROOT / "fserver").rglob("*.py*")
+    sources = [path for path in files if path.suffix in (".py", ".pyi")]
+    imports = graph({str(path.relative_to(ROOT)): path.read_text() for path in sources})
     assert imports["fserver.worker"] >= {"fserver.handle", "fserver.node"}
     assert [" > ".join(circle) for circle in circles(imports)] == []

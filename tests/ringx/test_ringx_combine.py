@@ -14,7 +14,8 @@ from exact import poison
 
 import fserver.ringx
 from fserver.ringx import combine
-from fserver.ringx.combine import Part, Parts
+from fserver.ringx.combine import Parts
+from fserver.ringx.part import Part
 
 ROWS = 12
 
