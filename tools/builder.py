@@ -24,7 +24,7 @@ import shutil
 import subprocess
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -179,7 +179,7 @@ def extension(package: Path) -> None:
         flags += [f"-I{GENERATED}", *_words("CXXFLAGS"), "-std=c++20"]
         for headers in (torches[0][1] / "include", needs.python_headers()):
             flags += ["-isystem", str(headers)]
-        jobs = [partial(_adapter, *torch) for torch in torches]
+        jobs: list[Callable[[], Path]] = [partial(_adapter, *torch) for torch in torches]
         for source in sorted((ROOT / "csrc").glob("*.cc")):
             jobs.append(partial(_compile, source, WORK / f"{source.stem}.o", flags))
         jobs.append(archive)

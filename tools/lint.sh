@@ -83,6 +83,7 @@ check "generated files (go test ./engine/conf -run TestSettingsPage -update)" \
 check ruff some ruff .
 check "notices (tools/notices.sh)" env GO="$GO" tools/notices.sh --check
 check mypy "$BIN/mypy"
+check "mypy (tools)" "$BIN/mypy" tools/*.py
 check "mypy (integrations)" "$BIN/mypy" --no-warn-unused-configs integrations/ringx_attn
 check clang-format some clang-format "${c_files[@]}"
 check clang-tidy some clang-tidy

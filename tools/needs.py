@@ -19,7 +19,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -114,12 +114,9 @@ def _go_version(text: str) -> list[int]:
 
 
 @functools.cache
-def adapters() -> ModuleType:
-    """fserver/_torch/build.py, without importing fserver."""
-    spec = importlib.util.spec_from_file_location("build", ROOT / "fserver/_torch/build.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def adapters() -> SimpleNamespace:
+    """What is in fserver/_torch/build.py, without importing fserver."""
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "fserver/_torch/build.py")))
 
 
 def need_torch() -> tuple[str, Path]:

@@ -72,7 +72,8 @@ def trips(options: argparse.Namespace) -> None:
     is_server, rows = options.role == "server", []
     limit = timedelta(seconds=options.seconds)
     if is_server:
-        _store = TCPStore(*options.at, is_master=True, wait_for_workers=False)
+        host, port = options.at
+        _store = TCPStore(host, port, is_master=True, wait_for_workers=False)
     gpu = 0 if options.device == "gpu" else None
     side = RivalSide(lambda _: None, int(is_server), (1, 1), options.at, gpu, timeout=limit)
     side.join(options.step, max(map(max, SIZES)))

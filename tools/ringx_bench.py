@@ -48,15 +48,16 @@ class Way(NamedTuple):
 
     name: str
     layout: str
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    attend: Callable[[Tensor, Tensor, Tensor], Any]
     around: Callable[[], AbstractContextManager[Any]] = nullcontext  # open meanwhile
     of: str = "ringx"  # or "torch"; "alone": each rank takes the whole sequence
 
 
 def alone(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """torch's attention, [B, S, H, D]."""
-    heads, grouped = (t.transpose(1, 2) for t in (q, k, v)), q.shape[2] != k.shape[2]
-    out = F.scaled_dot_product_attention(*heads, is_causal=causal, enable_gqa=grouped)
+    grouped = q.shape[2] != k.shape[2]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
     return out.transpose(1, 2)
 
 
@@ -89,7 +90,7 @@ def ways(causal: bool, tokens: int, device: torch.device) -> Iterator[Way]:
         yield Way(f"torch {rotation}", layout, local, around, of="torch")
 
 
-def timed(call: Callable[[], None], count: int, on_gpu: bool) -> float:
+def timed(call: Callable[[], object], count: int, on_gpu: bool) -> float:
     """Median milliseconds of a call on the slowest rank. All ranks start together."""
     took = []
     for _ in range(WARM + count):
@@ -108,10 +109,10 @@ def timed(call: Callable[[], None], count: int, on_gpu: bool) -> float:
         took.append(ms)
     slowest = torch.tensor(took[WARM:], device="cuda" if on_gpu else "cpu")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return statistics.median(slowest.tolist())
+    return float(statistics.median(slowest.tolist()))
 
 
-def captured(call: Callable[[], None]) -> Callable[[], None]:
+def captured(call: Callable[[], object]) -> Callable[[], None]:
     """Captures the call in a CUDA graph, and returns what replays it. A replay has none of the
     call's work on the CPU."""
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
