@@ -100,10 +100,6 @@ class Actor:
         self.sequence = 0  # exchanges so far
         self.pattern = Pattern()
 
-    def obey(self, method: str, *args: Any) -> Any:
-        """Does what the parent says."""
-        return getattr(self, method)(*args)
-
     def connect(self, places: Sequence[Place]) -> None:
         """Makes the nodes. All at once: each waits for the whole cluster."""
         self.places, self.sequence = list(places), 0

@@ -10,7 +10,6 @@ import os
 import pkgutil
 import secrets
 import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -26,7 +25,6 @@ from .processes import Child, gather
 OTHERS = ("DMLC_", "STEPMESH_")  # variables with roles, ranks and addresses of others
 KEPT = ("DMLC_INTERFACE", "STEPMESH_SPLIT_QP_LAG")  # but these choose what is measured
 START_TIMEOUT = 180.0  # seconds; imports of torch on a busy machine
-SERVE_S = 24 * 3600.0  # for the server of two hosts
 TIMEOUT = 600.0  # seconds; what a benchmark does between two answers
 PARTING_S = 1.0  # for the others to say what they have seen, once one has failed
 
@@ -219,17 +217,13 @@ def connected(members: Sequence[Member], transport: str, **how: Any) -> Iterator
 
 def members(
     cores: tuple[int, int] | None,
-    role: str | None = None,
     worker: str | type = "actors.WorkerActor",
     server: str | type = "actors.ServerActor",
     counts: tuple[int, int] = (1, 1),
     groups: int = 1,
     **more: Any,
 ) -> list[Member]:
-    """The processes of workers, with so many nodes each, and of servers; or the one of this role,
-    if the other is on another host. `more` is of all."""
-    if role:
-        worker, server = "actors.CommandingWorker", "actors.ObeyingServer"
+    """The processes of workers, with so many nodes each, and of servers. `more` is of all."""
     kinds = (("worker", worker, groups), ("server", server, 1))
     return [
         Member(kind if count == 1 else f"{kind} {i}", actor, kind, core, nodes, **more)
@@ -237,15 +231,7 @@ def members(
             kinds, cores or (None, None), counts, strict=True
         )
         for i in range(count)
-        if role in (None, kind)
     ]
-
-
-def serve(connected: contextlib.AbstractContextManager[Crew], scheduler: str) -> None:
-    """Does what the worker of the other host says, until it has left."""
-    print(f"bench: waiting for the worker at {scheduler}", file=sys.stderr)
-    with connected as crew:
-        crew.all("serve", limit=SERVE_S)
 
 
 def _child(conn: Connection, member: Member, make: Factory) -> None:
@@ -265,6 +251,7 @@ def _child(conn: Connection, member: Member, make: Factory) -> None:
         Finalize(None, actor.close, exitpriority=0)  # when an error has been sent
         conn.send(None)
         while order := conn.recv():
-            conn.send(actor.obey(*order))
+            method, *arguments = order
+            conn.send(getattr(actor, method)(*arguments))
     except Error as error:
         raise BenchError(str(error)) from None
