@@ -31,14 +31,13 @@ def _engine() -> list[tuple[str, str]]:
         ("ABI", str(extension.abi)),
         ("wire", str(about["wire"])),
         ("Go", about["go"].removeprefix("go")),
-        ("commit", _commit(extension.__file__)),
+        ("commit", commit(Path(str(extension.__file__)).parent)),
     ]
 
 
-def _commit(extension: str | None) -> str:
-    """The commit that an extension was built from, which tools/builder.py notes beside it."""
-    assert extension is not None
-    noted = Path(extension).with_name("_commit").read_text().strip()
+def commit(package: Path) -> str:
+    """The commit that a package fserver was built from, which tools/builder.py notes in it."""
+    noted = (package / "_commit").read_text().strip()
     return "unknown: built from sources without git" if noted == "unknown" else noted
 
 

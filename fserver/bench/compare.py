@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fserver import _loader
+from fserver import _loader, versions
 
 from . import report
 from .errors import BenchError
@@ -92,7 +92,7 @@ def judge(against: Path, rows: Rows) -> int:
 
 def _name(root: Path) -> str:
     """A checkout, for people: its folder, and its commit if it has one."""
-    return f"{root} ({report.commit(root / 'fserver')})".removesuffix(" ()")
+    return f"{root} ({versions.commit(root / 'fserver')})".removesuffix(" ()")
 
 
 def _run(way: str, folder: Path | None, variables: dict[str, str], args: list[str]) -> Rows:
@@ -122,7 +122,7 @@ def _rows(way: str, own: list[Rows], first: str, its_own: list[Rows]) -> Iterato
         moved = mine[0]["bytes_out"], mine[0]["bytes_back"]
         both = [[row for row in rows if row["p50_us"]] for rows in (mine, its)]
         names = "/".join(dict.fromkeys(row["transport"] for row in (*mine, *its)))
-        found = report.row(names, mine[0]["op"], moved, *both)
+        found = report.row(names, mine[0]["op"], moved, *both, groups=mine[0]["groups"])
         ratios = [a["p50_us"] / b["p50_us"] for a, b in zip(*both, strict=False)]
         low, high = report.median_interval(ratios) if ratios else (None, None)
         found |= {"ratio": ratios and median(ratios) or None, "ratio_low": low, "ratio_high": high}

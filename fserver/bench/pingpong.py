@@ -105,16 +105,8 @@ def _rows(run: Run, device: str, groups: int) -> Iterator[dict[str, Any]]:
             run.measure(ways, case)
             for way in ways if options.role != "server" else ():
                 sent = way.player.crew.workers("sent")[0] if way in players else []
-                row = {**_of_one(way.row(case), groups), "device": device, "sent": sent}
+                row = {**way.row(case, groups), "device": device, "sent": sent}
                 yield {**row, **(_of_model(way, case) if options.layers > 1 else {})}
-
-
-def _of_one(row: dict[str, Any], groups: int) -> dict[str, Any]:
-    """A row, whose ratio is of one request of a batch to a raw one."""
-    each = {"per_request_us": ("p50_us", 1 / groups), "ratio": ("ratio", 1 / groups)}
-    each["gbps"] = "gbps", groups
-    found = {name: row[key] and round(row[key] * by, 4) for name, (key, by) in each.items()}
-    return {**row, "groups": groups, **found}
 
 
 def _of_model(way: Way, case: Case) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import platform
 import shlex
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,26 +80,26 @@ def show_size(count: int) -> str:
     return f"{count} B"
 
 
-def row(name: str, op: str, moved: tuple[int, int], own: Rounds, raw: Rounds) -> dict[str, Any]:
-    """One result: medians over the rounds of `own` and of `raw`, in µs, and their ratio; both may
-    be empty. GB/s counts the bytes of both directions over the median round trip."""
-    result: dict[str, Any] = {"transport": name, "op": op, "rounds": len(own)}
+def row(
+    name: str, op: str, moved: tuple[int, int], own: Rounds, raw: Rounds, groups: int = 1
+) -> dict[str, Any]:
+    """One result: medians over the rounds of `own` and of `raw`, in µs; both may be empty. GB/s
+    counts the bytes of both directions, of all groups, over the median round trip. The ratio is
+    the time per request by that of a raw round trip."""
+    result: dict[str, Any] = {"transport": name, "op": op, "rounds": len(own), "groups": groups}
     result |= {"bytes_out": moved[0], "bytes_back": moved[1]}
     result["iters"] = own[0]["iters"] if own else None
-    for prefix, rounds in (("", own), ("baseline_", raw)):
+    for prefix, rounds, requests in (("", own, groups), ("baseline_", raw, 1)):
         for key in ("p50_us", "p99_us"):
-            result[prefix + key] = _median(r[key] for r in rounds)
+            values = [r[key] for r in rounds]
+            result[prefix + key] = round(statistics.median(values), 4) if values else None
         p50 = result[prefix + "p50_us"]
-        result[prefix + "gbps"] = p50 and round(sum(moved) / p50 / 1e3, 4)
+        result[prefix + "gbps"] = p50 and round(requests * sum(moved) / p50 / 1e3, 4)
         result[prefix + "p50_us_rounds"] = [r["p50_us"] for r in rounds]
-    both = own and raw
-    result["ratio"] = round(result["p50_us"] / result["baseline_p50_us"], 4) if both else None
+    each = result["p50_us"] / groups if own else None
+    result["per_request_us"] = each and round(each, 4)
+    result["ratio"] = round(each / result["baseline_p50_us"], 4) if each and raw else None
     return result
-
-
-def _median(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return round(statistics.median(found), 4) if found else None
 
 
 TEXT = ("place", "device", "memory", "transport", "op", "way")
@@ -152,17 +152,6 @@ def machine(cores: tuple[int, int]) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": " ".join(versions.text().split()),
     }
-
-
-def show_machine(facts: dict[str, Any]) -> str:
-    text = "{cpu}, {cores} cores (pinned to {pinned}), {kernel}, python {python}, {versions}"
-    return text.format(**facts)
-
-
-def commit(package: Path) -> str:
-    """The commit that a package fserver was built from; empty if it does not say."""
-    noted = package / "_commit"
-    return noted.read_text().strip() if noted.is_file() else ""
 
 
 def save(path: str, results: dict[str, Any]) -> None:

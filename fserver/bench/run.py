@@ -69,10 +69,10 @@ class Way:
             self.player, self.rounds = None, []
             self.reason = getattr(error, "reason", str(error))
 
-    def row(self, case: Case) -> dict[str, Any]:
+    def row(self, case: Case, groups: int = 1) -> dict[str, Any]:
         raw = self.raw or Way("")
         return {
-            **report.row(self.name, case.op, case.moved, self.rounds, raw.rounds),
+            **report.row(self.name, case.op, case.moved, self.rounds, raw.rounds, groups),
             "baseline": raw.name if raw.player else None,
             "baseline_missing": raw.reason,
             "skipped": self.reason,
@@ -128,7 +128,8 @@ class Run(contextlib.ExitStack):
             need_gpu()
         self.cores = choose_cores(options.cores)
         self.facts = report.machine(self.cores)
-        print(report.show_machine(self.facts), flush=True)
+        text = "{cpu}, {cores} cores (pinned to {pinned}), {kernel}, python {python}, {versions}"
+        print(text.format(**self.facts), flush=True)
 
     def table(self, rows: Iterable[dict[str, Any]]) -> None:
         """Prints a table, row by row, and writes the file that was asked for."""

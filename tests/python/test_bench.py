@@ -154,13 +154,6 @@ def test_torch_is_missing(tmp_path):
     assert done.stderr.splitlines()[-1].endswith("failed: No module named 'torch'")
 
 
-def test_says_which_build(tmp_path):
-    """What the build has noted."""
-    assert report.commit(tmp_path) == ""
-    (tmp_path / "_commit").write_text("12ab34c\n")
-    assert report.commit(tmp_path) == "12ab34c"
-
-
 def test_parts_add_up():
     stamped = [100, 130, 9000, 9007, 9057, 9060, 600, 611]
     parts = report.parts([stamped])
