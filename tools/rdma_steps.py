@@ -17,30 +17,29 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+from fserver.run import address
+
 SIZES = (4 << 10, 4 << 10), (1 << 20, 1 << 20), (896 << 10, 1792 << 10)  # bytes there and back
 WARM, COUNT = 20, 200
 LINE = 1 << 20  # characters of a line from the other host, at most
 
 
-def accepted(options: argparse.Namespace) -> socket.socket:
-    family = socket.AF_INET6 if ":" in options.at[0] else socket.AF_INET
-    with socket.create_server(options.at, family=family) as listener:
-        listener.settimeout(options.seconds)
-        try:
-            return listener.accept()[0]
-        except TimeoutError:
-            where = "{}:{}".format(*options.at)
-            sys.exit(f"the client did not come to {where} in {options.seconds:g} s")
-
-
 def connected(options: argparse.Namespace) -> socket.socket:
-    end = time.monotonic() + options.seconds
+    """A connection with the other host."""
+    where, end = "{}:{}".format(*options.at), time.monotonic() + options.seconds
+    if options.role == "server":
+        family = socket.AF_INET6 if ":" in options.at[0] else socket.AF_INET
+        with socket.create_server(options.at, family=family) as listener:
+            listener.settimeout(options.seconds)
+            try:
+                return listener.accept()[0]
+            except TimeoutError:
+                sys.exit(f"the client did not come to {where} in {options.seconds:g} s")
     while True:
         try:
             return socket.create_connection(options.at, 3)
         except OSError as e:
             if time.monotonic() > end:
-                where = "{}:{}".format(*options.at)
                 sys.exit(f"{where}: {e} (is rdma_check.sh running there, the port open?)")
             time.sleep(0.1)
 
@@ -48,8 +47,7 @@ def connected(options: argparse.Namespace) -> socket.socket:
 def meet(options: argparse.Namespace) -> None:
     """Waits for the other host. Prints the address of the server's host, and what the other host
     says. Without torch, whose import takes long."""
-    is_server = options.role == "server"
-    with (accepted if is_server else connected)(options) as other:
+    with connected(options) as other:
         other.settimeout(10)
         other.sendall(json.dumps([options.name, options.say]).encode() + b"\n")
         try:
@@ -58,7 +56,8 @@ def meet(options: argparse.Namespace) -> None:
             step, said = "no step of rdma_check.sh", ""
         if step != options.name:
             sys.exit(f"the other host is at another step: {step[:60]!r} (start both anew)")
-        print((other.getsockname() if is_server else other.getpeername())[0], said)
+        own = options.role == "server"
+        print((other.getsockname() if own else other.getpeername())[0], said)
 
 
 def trips(options: argparse.Namespace) -> None:
@@ -92,11 +91,6 @@ def trips(options: argparse.Namespace) -> None:
         side.store.set("left", "")
     else:
         side.store.get("left")  # the client has got all that the store here has for it
-
-
-def address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 def main() -> None:

@@ -120,10 +120,10 @@ def _rows(way: str, own: list[Rows], first: str, its_own: list[Rows]) -> Iterato
     """Each row of a way over all rounds, beside that of the first way."""
     for mine, its in zip(zip(*own, strict=True), zip(*its_own, strict=True), strict=True):
         moved = mine[0]["bytes_out"], mine[0]["bytes_back"]
-        both = [[row for row in rows if row["p50_us"]] for rows in (mine, its)]
+        ours, others = ([row for row in rows if row["p50_us"]] for rows in (mine, its))
         names = "/".join(dict.fromkeys(row["transport"] for row in (*mine, *its)))
-        found = report.row(names, mine[0]["op"], moved, *both, groups=mine[0]["groups"])
-        ratios = [a["p50_us"] / b["p50_us"] for a, b in zip(*both, strict=False)]
+        found = report.row(names, mine[0]["op"], moved, ours, others, mine[0]["groups"])
+        ratios = [a["p50_us"] / b["p50_us"] for a, b in zip(ours, others, strict=False)]
         low, high = report.median_interval(ratios) if ratios else (None, None)
         found |= {"ratio": ratios and median(ratios) or None, "ratio_low": low, "ratio_high": high}
         members = zip(*(row["sent"] for row in mine), strict=False)  # of each, all rounds

@@ -15,10 +15,6 @@ ON_CPU = ("gloo",)
 
 TRANSPORTS = "transports: values of FSERVER_TRANSPORT, which `fserver env` lists"
 ROUND_BYTES = 64 << 20  # of a round without --seconds or --iters
-CHECKED = (
-    "The number in every answer is checked. Between rounds, all bytes of an exchange are compared, "
-    "in memory that held other values before."
-)
 
 Type = Callable[[str], Any]
 Option = tuple[str, Callable[[str], Any] | tuple[str, ...], Any, str]
@@ -45,18 +41,12 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(flag, default=default, help=text, **how)
 
 
-def parser(name: str, text: str, *options: Option, rounds: int = 0, seconds: float = 0) -> Parser:
-    """The parser of a benchmark, with this description, these options and those that all have.
-    `rounds` and `seconds` are the defaults of these options. 0: nothing takes turns."""
+def parser(name: str, text: str, *options: Option) -> Parser:
+    """The parser of a benchmark, with this description, these options and those of a Run."""
     made = Parser(prog=f"fserver bench {name}", description=text)
     made.option("--json", output, None, "also write the results to this file, as JSON")
     core = "A,B: run the workers on core A and the servers on core B (default: the first two)"
     made.option("--cores", cores, None, core)
-    if rounds:
-        made.option("--rounds", positive, rounds, "number of rounds")
-        made.option("--seconds", above_zero, seconds, "approximate length of a round of each way")
-        made.option("--iters", positive, None, "exchanges in a round, instead of --seconds")
-        made.option("--no-baseline", bool, False, "no raw baseline, which needs a C compiler")
     for option in options:
         made.option(*option)
     return made

@@ -26,8 +26,9 @@ PARSER = opts.parser(
     "Measures push_pull and wait between a worker and a server: two processes, each on a core of "
     "its own. The transports take turns, and so do two processes in C that move the same bytes on "
     "the same cores (the columns raw). The figures are medians over the rounds. GB/s counts the "
-    f"bytes of both directions. The ratio is p50 divided by raw p50. {opts.CHECKED} "
-    "docs/benchmarks.md describes groups, what is beside fserver, and two hosts.",
+    "bytes of both directions. The ratio is p50 divided by raw p50. The number in every answer is "
+    "checked. Between rounds, all bytes of an exchange are compared, in memory that held other "
+    "values before. docs/benchmarks.md describes groups, what is beside fserver, and two hosts.",
     ("--transport", opts.listed(str), "auto", opts.TRANSPORTS),
     ("--device", opts.some_of("cpu", "gpu"), "cpu", "where the tensors are: cpu, gpu, or both"),
     ("--groups", opts.listed(opts.positive), "1", "numbers of worker groups of a process"),
@@ -40,9 +41,11 @@ PARSER = opts.parser(
     ("--ops", opts.some_of(*OPS), ",".join(OPS), "operations to measure"),
     ("--shared", bool, False, "measure each transport also with pushes of shared tensors"),
     ("--beside", opts.some_of(*BESIDE), None, f"beside fserver, some of {', '.join(BESIDE)}"),
+    ("--rounds", opts.positive, 7, "number of rounds"),
+    ("--seconds", opts.above_zero, 0.2, "approximate length of a round of each way"),
+    ("--iters", opts.positive, None, "exchanges in a round, instead of --seconds"),
+    ("--no-baseline", bool, False, "no raw baseline, which needs a C compiler"),
     *opts.TWO_HOSTS,
-    rounds=7,
-    seconds=0.2,
 )
 
 

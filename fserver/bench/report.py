@@ -46,7 +46,6 @@ def figures(samples: list[int]) -> Figures:
         "p50_us": percentile(ordered, 50) / 1e3,
         "p99_us": percentile(ordered, 99) / 1e3,
         "min_us": ordered[0] / 1e3,
-        "mean_us": sum(ordered) / len(ordered) / 1e3,
     }
 
 
