@@ -112,7 +112,7 @@ private:
     bool lands = false;   // some of it comes by way of landing buffers
     bool changed = false; // args are of fewer rows than all
   };
-  struct Way { // sending, or receiving
+  struct Direction { // sending, or receiving
     std::vector<Launch> launches;
     std::vector<Segment> copies;
     cs_function few = nullptr, many = nullptr;
@@ -131,7 +131,7 @@ private:
   void turn(const char *call, bool sends);
   template <class F> void message(const char *call, cs_stream s, F enqueue);
   cs_result prepare(cs_stream s);
-  cs_result launch(Way &way, cs_stream s);
+  cs_result launch(Direction &way, cs_stream s);
   cs_result copy_out(cs_stream s);
   cs_result copy_in(cs_stream s);
   void start_watcher();
@@ -158,7 +158,7 @@ private:
   uint64_t patience_;
   volatile uint32_t *words_ = nullptr; // host memory; the GPU sees it at seen_
   cs_ptr seen_ = 0;
-  Way out_, in_;
+  Direction out_, in_;
   struct Owned {
     int what; // FS_GPU_*
     uint64_t address, bytes;

@@ -75,7 +75,7 @@ private:
 void Lane::plan(bool sends, std::vector<Step> steps, uint64_t counts,
                 uint64_t dead) {
   need("channel");
-  Way &way = sends ? out_ : in_;
+  Direction &way = sends ? out_ : in_;
   for (Step &step : steps) {
     const size_t n = step.segments.size();
     if (n == 0 || n > CS_MANY)
@@ -114,7 +114,7 @@ void Lane::begin(bool in_turn, bool send_first, uint64_t flags,
   flags_bytes_ = bytes;
   in_turn_ = in_turn;
   send_next_ = send_first;
-  for (const Way *way : {&out_, &in_})
+  for (const Direction *way : {&out_, &in_})
     Words::reserve(&ops_, way->copies.size());
   auto add = [&](const Segment &g) {
     const auto t = static_cast<size_t>(g.tensor);
@@ -258,7 +258,7 @@ void Lane::message(const char *call, cs_stream s, F enqueue) {
 }
 
 // This and what follows, up to recv, without the GIL: no Python, and no exception.
-cs_result Lane::launch(Way &way, cs_stream s) {
+cs_result Lane::launch(Direction &way, cs_stream s) {
   cs_launch_attribute attribute;
   memset(&attribute, 0, sizeof attribute);
   attribute.id = CS_LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION;

@@ -65,7 +65,7 @@ def trips(options: argparse.Namespace) -> None:
     from torch.distributed import TCPStore
 
     from fserver.bench.crew import Case
-    from fserver.bench.libraries import RivalSide
+    from fserver.bench.libraries import Rival
     from fserver.bench.report import show_size
 
     is_server, rows = options.role == "server", []
@@ -74,7 +74,7 @@ def trips(options: argparse.Namespace) -> None:
         host, port = options.at
         _store = TCPStore(host, port, is_master=True, wait_for_workers=False)
     gpu = 0 if options.device == "gpu" else None
-    side = RivalSide(lambda _: None, int(is_server), (1, 1), options.at, gpu, timeout=limit)
+    side = Rival(lambda _: None, int(is_server), (1, 1), options.at, gpu, timeout=limit)
     side.join(options.step, max(map(max, SIZES)))
     for out, back in SIZES:
         side.prepare(Case("push_pull", (out,), (back,)))

@@ -20,7 +20,7 @@ from .crew import Case
 from .options import ON_CPU, ON_GPUS
 from .report import Figures, figures
 from .run import CrewPlayer, Way
-from .team import WAIT, Side, Team
+from .team import WAIT, Team, Teammate
 
 LIMIT = 60.0  # seconds; what is done in one go, the first of which takes longest
 
@@ -54,7 +54,7 @@ class Route(NamedTuple):
     check: Call = lambda: None
     close: Call = lambda: None
 
-    def trip(self, side: Side) -> None:
+    def trip(self, side: Teammate) -> None:
         """A round trip, in which a worker sends first."""
         for call in (self.send, self.recv) if side.is_worker else (self.recv, self.send):
             call()
@@ -70,7 +70,7 @@ class SendRecv:
     all sides do the calls of a direction in the same order. A pair with one stage has at most one
     message on the way: one communicator and plain calls do."""
 
-    def __init__(self, side: Side, room: int, stages: int):
+    def __init__(self, side: Teammate, room: int, stages: int):
         self.memory, self.later = _zeros(side, room), side.device.type == "cpu"
         self.plain = side.count == 2 and stages == 1
         self.groups: list[Any] = [None, None if self.plain else dist.new_group()]
@@ -107,7 +107,7 @@ class Symmetric:
     the next message of a stage after it received this one's answer, and a server answers what it
     received."""
 
-    def __init__(self, side: Side, room: int, stages: int):
+    def __init__(self, side: Teammate, room: int, stages: int):
         self.memory, self.handle = _symmetric(side, room)
 
     def open(self, stage: int, sends: Ends, recvs: Ends) -> tuple[Call, Call]:
@@ -134,7 +134,7 @@ class Nvshmem:
     which a replayed graph meets too if the last value of a replay is not the first of the next: a
     graph has two messages of each stage or more. The ways of a stage go on counting."""
 
-    def __init__(self, side: Side, room: int, stages: int):
+    def __init__(self, side: Teammate, room: int, stages: int):
         self.memory, handle = _symmetric(side, room)
         shape, self.index = (stages, side.count), side.index
         self.signals = handle.get_signal_pad(side.index, shape, dtype=torch.int64).zero_()
@@ -161,7 +161,7 @@ class Nixl:
     """Of a pair with one stage: a notification does not say what it is of. The agents write into
     each other's memory, registered once; without NIXL's own thread, which makes it slower."""
 
-    def __init__(self, side: Side, room: int, stages: int):
+    def __init__(self, side: Teammate, room: int, stages: int):
         package = next(name for name in NIXL if importlib.util.find_spec(name))
         api = importlib.import_module(f"{package}._api")
         config = api.nixl_agent_config(enable_prog_thread=False)
@@ -200,7 +200,7 @@ class Nixl:
 OF = {"nccl": SendRecv, "gloo": SendRecv, "symm": Symmetric, "nvshmem": Nvshmem, "nixl": Nixl}
 
 
-def join(way: str, side: Side, room: int, stages: int = 1) -> Any:
+def join(way: str, side: Teammate, room: int, stages: int = 1) -> Any:
     """Makes this process one of several for a library, with so many bytes of `memory`, in which a
     tensor has the same place at the side that writes it and at the side that receives it. `open`
     returns send and recv of a stage; all sides open the same ones in the same order."""
@@ -213,7 +213,7 @@ def join(way: str, side: Side, room: int, stages: int = 1) -> Any:
     return library
 
 
-def theirs(side: Side, sizes: Sizes) -> list[Route]:
+def theirs(side: Teammate, sizes: Sizes) -> list[Route]:
     """Opens routes of the library that this process has joined. Each is used once, on the current
     stream: NCCL connects when it is first used, and no kernel is to be loaded while another one
     waits."""
@@ -237,7 +237,7 @@ def theirs(side: Side, sizes: Sizes) -> list[Route]:
     return found
 
 
-def _group(way: str, side: Side) -> None:
+def _group(way: str, side: Teammate) -> None:
     if way == "nvshmem":
         import torch.distributed._symmetric_memory as symm
 
@@ -249,11 +249,11 @@ def _group(way: str, side: Side) -> None:
     dist.barrier()
 
 
-def _zeros(side: Side, count: int) -> torch.Tensor:
+def _zeros(side: Teammate, count: int) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.uint8, device=side.device)
 
 
-def _symmetric(side: Side, count: int) -> tuple[torch.Tensor, Any]:
+def _symmetric(side: Teammate, count: int) -> tuple[torch.Tensor, Any]:
     """Returns zeros in symmetric memory, and what torch knows of them in all processes."""
     import torch.distributed._symmetric_memory as symm
 
@@ -263,7 +263,7 @@ def _symmetric(side: Side, count: int) -> tuple[torch.Tensor, Any]:
     return memory.zero_(), _kept[-1][1]
 
 
-class RivalSide(Side):
+class Rival(Teammate):
     """One of two processes, in which the host waits for its stream at each round trip, as
     push_pull and wait do."""
 
@@ -323,7 +323,7 @@ def beside(
                 variables = ENVIRONMENT if gpus else {}
                 # A library may have threads that never sleep: not on the cores of ours.
                 apart = os.sched_getaffinity(0) - set(cores or ())
-                team = Team((1, 1), gpus, apart, RivalSide, variables, LIMIT)
+                team = Team((1, 1), gpus, apart, Rival, variables, LIMIT)
                 stack.enter_context(team).all("join", name, room)
                 way.player = CrewPlayer(team)
         yield way

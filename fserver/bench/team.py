@@ -21,7 +21,7 @@ WAIT = timedelta(seconds=30)
 CORES = 4  # of a process, at least
 
 
-class Side(Actor):
+class Teammate(Actor):
     """One of the processes. `index` is its number among all, of which the workers come first, and
     `rank` that among those of its role. Its tensors are on a GPU, or on the CPU. The store
     at `at` passes what they exchange; `turns` is a number for each, in shared memory."""
@@ -122,7 +122,7 @@ class Team(Crew):
         shape: tuple[int, int],
         gpus: Sequence[int] | None = None,
         cores: Iterable[int] = (),
-        actor: type[Side] = Side,
+        actor: type[Teammate] = Teammate,
         variables: Mapping[str, str] | None = None,
         limit: float = TIMEOUT,
     ):

@@ -29,7 +29,7 @@ _PR_SET_PTRACER = 0x59616D61
 _ANY = ctypes.c_ulong(-1)
 
 
-def probe() -> tuple[str, int]:
+def permitted() -> tuple[str, int]:
     """Returns ("plain", 0) if it works, ("ptracer", 0) if it works after the target has allowed it,
     as the engine does, else ("", errno). An errno of -1 means that the bytes did not arrive."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -48,7 +48,7 @@ def probe() -> tuple[str, int]:
 def test(name: str, otherwise: str) -> tuple[bool, str, str]:
     """Runs the test of this name. Returns whether it succeeds, the finding and the remedy.
     `otherwise` is the remedy if only the other test would succeed."""
-    way, code = probe()
+    way, code = permitted()
     if way == "plain":
         return True, "processes of this user can write into each other's memory", ""
     if way == "ptracer":

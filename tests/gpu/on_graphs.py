@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fserver.bench.graph.traffic import Model, Traffic, ours
-from fserver.bench.team import Side
+from fserver.bench.team import Teammate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "long"))
 
@@ -35,7 +35,7 @@ LIMITS = {
 }
 
 
-class CheckedSide(Side, SoakActor):
+class CheckedSide(Teammate, SoakActor):
     """A side that knows what its process has in use."""
 
     def channel(self, *args: Any) -> Any:
@@ -112,7 +112,7 @@ def memory(
     return {"exchanges": 5 * math.ceil(count / 5) * t.per, "growth": growth, "wrong": wrong}
 
 
-def _profiled(side: Side, run: Callable[[], Any]) -> dict[str, Any]:
+def _profiled(side: Teammate, run: Callable[[], Any]) -> dict[str, Any]:
     """What is on the GPU's timeline while run runs, by kind and name."""
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CUDA if side.on_gpu else kinds.CPU]) as seen:

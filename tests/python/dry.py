@@ -13,7 +13,7 @@ import torch
 
 from fserver.bench import graph
 from fserver.bench.graph import overlap, trips
-from fserver.bench.team import Side, Team
+from fserver.bench.team import Team, Teammate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
 
@@ -42,7 +42,7 @@ def alike(at: list[float], traffic: list[list[Any]]) -> list[dict[str, Any]]:
     return [{"slowed": 0.01, "noise": 0.0, "blocks": [1, 1, 1]} for _ in traffic]
 
 
-class DrySide(Side):
+class DrySide(Teammate):
     """On the CPU."""
 
     def run(self, function: Callable[..., Any], what: dict[str, Any]) -> Any:

@@ -22,7 +22,7 @@ COUNT = 20
 TRIPS = 3 + 2 * (2 + COUNT)  # of a case: those that are compared, and those that are timed
 
 
-class OddSide(libraries.RivalSide):
+class OddSide(libraries.Rival):
     """Does something after one of its round trips; only the first side does."""
 
     at = 0
@@ -52,7 +52,7 @@ class HangingSide(OddSide):
             time.sleep(1000)
 
 
-class FailingSide(libraries.RivalSide):
+class FailingSide(libraries.Rival):
     """The other one waits for it meanwhile."""
 
     def join(self, *args):
@@ -73,9 +73,9 @@ class Ours:
         return {"iters": count, "p50_us": 1.0, "p99_us": 1.0}
 
 
-def measured(monkeypatch, side=libraries.RivalSide):
+def measured(monkeypatch, side=libraries.Rival):
     """Of each case, the figures of gloo, and why there are none. The other way always has some."""
-    monkeypatch.setattr(libraries, "RivalSide", side)
+    monkeypatch.setattr(libraries, "Rival", side)
     found = []
     with contextlib.ExitStack() as stack:
         [gloo], ours = libraries.beside(stack, ["gloo"], None, None, 1 << 16, None), Way("", Ours())

@@ -140,7 +140,7 @@ def test_a_broken_torch(tmp_path: Path, role: str, status: int) -> None:
 
 
 def test_one_process_writes_into_another() -> None:
-    way, code = two.probe()
+    way, code = two.permitted()
     assert (way in ("plain", "ptracer")) == (code == 0)
 
 
@@ -157,7 +157,7 @@ def test_one_process_writes_into_another() -> None:
 def test_a_finding_that_two_processes_decide(
     monkeypatch: pytest.MonkeyPatch, result: tuple[str, int], state: str, word: str
 ) -> None:
-    monkeypatch.setattr(two, "probe", lambda: result)
+    monkeypatch.setattr(two, "permitted", lambda: result)
     asked = {
         "what": "", "state": "yes", "text": "one copy", "remedy": "unset FSERVER_PTRACER",
         "test": two.WRITES_PERMITTED, "fails": "note", "else": "two copies",
@@ -401,7 +401,7 @@ def test_a_setting_that_is_wrong_without_a_cluster(
     name: str,
     word: str,
 ) -> None:
-    monkeypatch.setattr(two, "probe", lambda: DENIED)
+    monkeypatch.setattr(two, "permitted", lambda: DENIED)
     describe(monkeypatch, **settings)
     assert word in refusal(doctor, name)["text"]
 
@@ -564,7 +564,7 @@ def test_one_copy_that_is_demanded(
 ) -> None:
     """Fatal only where there is nothing to fall back to."""
     describe(monkeypatch, **{"DMLC_ROLE": "server", "DMLC_PS_ROOT_PORT": str(port), **settings})
-    monkeypatch.setattr(two, "probe", lambda: probe)
+    monkeypatch.setattr(two, "permitted", lambda: probe)
     if not word:
         status, found = doctor()
         assert status == 0, found["sections"]["Cluster"]

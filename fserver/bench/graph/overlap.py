@@ -14,7 +14,7 @@ import torch
 from ..errors import BenchError
 from ..libraries import Sizes
 from ..report import median_interval
-from ..team import Side
+from ..team import Teammate
 from .traffic import Model, Row, Traffic, opened
 
 BLOCKS = 8  # of GEMMs, of a part
@@ -26,7 +26,7 @@ class _Gemms:
     """Multiplications on a stream of their own, in captured blocks. BLOCKS of them take about so
     many ms."""
 
-    def __init__(self, side: Side, size: int, ms: float):
+    def __init__(self, side: Teammate, size: int, ms: float):
         self.side, self.stream = side, side.stream()
         kind: Any = {"dtype": torch.bfloat16, "device": side.device}
         a, b = torch.randn(size, size, **kind), torch.randn(size, size, **kind)
@@ -55,7 +55,7 @@ class _Gemms:
 
 
 def overlap(
-    side: Side,
+    side: Teammate,
     layers: int,
     sizes: Sizes,
     limits: tuple[int, int, float, float],
@@ -86,7 +86,7 @@ def overlap(
 
 
 def _rounds(
-    side: Side, t: Traffic, gemms: _Gemms, replays: int, rounds: int, seconds: float
+    side: Teammate, t: Traffic, gemms: _Gemms, replays: int, rounds: int, seconds: float
 ) -> tuple[list[Any], list[Any]]:
     """Enqueues parts, and traffic from the start of one once a whole part was free of it on all
     sides. Returns the moments of the blocks, and of the replays of each round."""

@@ -13,15 +13,15 @@ import torch
 from fserver.percentiles import percentile
 
 from ..libraries import BIG, Call, Route, Sizes, join, theirs
-from ..team import Side
+from ..team import Teammate
 
 POISON = 0xFF  # no byte of a pattern
-PARTS = 6  # of the replays of af
+SETS = 6  # of replays of af
 Row = tuple[Any, dict[str, Any], float]
 """A function of a side, what differs from the other rows, and the seconds that it may take."""
 
 
-def opened(side: Side, sizes: Sizes, mode: str = "", by: str = "") -> list[Route]:
+def opened(side: Teammate, sizes: Sizes, mode: str = "", by: str = "") -> list[Route]:
     """Opens the routes of all stages: channels of fserver in a mode, or by another library, which a
     process joins once. A worker has the source [1, bytes] and the landing [servers, bytes], a
     server [workers, bytes] of both."""
@@ -33,7 +33,7 @@ def opened(side: Side, sizes: Sizes, mode: str = "", by: str = "") -> list[Route
     return theirs(side, sizes)
 
 
-def ours(side: Side, mode: str, sizes: Sizes) -> list[Route]:
+def ours(side: Teammate, mode: str, sizes: Sizes) -> list[Route]:
     """Opens channels of the node of this side."""
     found, peers = [], len(side.peers)
     for key, (push, pull) in enumerate(sizes):
@@ -48,7 +48,7 @@ class Traffic:
     """Round trips of all stages, `layers` times, with nothing in between. A worker sends first.
     `streams` is "one" for all, or "two", of which one is for what is sent."""
 
-    def __init__(self, side: Side, ways: Sequence[Route], layers: int, streams: str = "one"):
+    def __init__(self, side: Teammate, ways: Sequence[Route], layers: int, streams: str = "one"):
         self.side, self.ways, self.layers = side, ways, layers
         self.per = layers * len(ways)
         self.main = side.stream(-1)
@@ -178,7 +178,7 @@ class Model(Traffic):
     a layer is wrong in the end.
     """
 
-    def __init__(self, side: Side, ways: Sequence[Route], layers: int, streams: str = "one"):
+    def __init__(self, side: Teammate, ways: Sequence[Route], layers: int, streams: str = "one"):
         super().__init__(side, ways, layers, streams)
         self.turn = torch.zeros((), dtype=torch.int32, device=side.device)
         addends = torch.arange(layers * side.servers * 2, dtype=torch.int32, device=side.device)
@@ -228,16 +228,16 @@ class Model(Traffic):
 
 
 def af(
-    side: Side, layers: int, sizes: Sizes, replays: int, streams: str, **which: str
+    side: Teammate, layers: int, sizes: Sizes, replays: int, streams: str, **which: str
 ) -> dict[str, Any]:
-    """Times replays in PARTS parts, each of which begins with a checked one."""
+    """Times SETS sets of replays, each of which begins with a checked one."""
     t = Model(side, opened(side, sizes, **which), layers, streams)
     t.capture()
     wrong, took = t.checked(), []
     t.timed(min(20, replays))
-    for _ in range(PARTS):
+    for _ in range(SETS):
         wrong += t.checked()
-        took += t.timed(math.ceil(replays / PARTS))
+        took += t.timed(math.ceil(replays / SETS))
         with torch.cuda.stream(t.main):
             wrong += t.wrong()
     t.close()

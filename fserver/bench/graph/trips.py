@@ -18,7 +18,7 @@ from ..baseline import compiled
 from ..errors import BenchError
 from ..libraries import BIG
 from ..report import figures
-from ..team import Side
+from ..team import Teammate
 from .traffic import Row, Traffic, opened
 
 KIB = 1 << 10
@@ -54,7 +54,7 @@ def _micros(times: list[int], per: int, prefix: str = "") -> Found:
 
 
 def trips(
-    side: Side, push: int, pull: int, how: str, runs: int, mode: str = "", by: str = ""
+    side: Teammate, push: int, pull: int, how: str, runs: int, mode: str = "", by: str = ""
 ) -> Found:
     """Times round trips as `how` says: "graph xN", "enqueued xN"."""
     kind, _, count = how.partition(" x")
@@ -70,7 +70,7 @@ def trips(
     return {**found, "gb_per_s": speed, "wrong": wrong}
 
 
-def raw(side: Side, by: str) -> Found:
+def raw(side: Teammate, by: str) -> Found:
     """Returns the rows that rawchannel.cu prints."""
     rows = []
     if side.is_worker:
