@@ -21,6 +21,10 @@ BENCHMARKS = {
     "compare": "pingpong or af with several settings or by two builds, in turn",
 }
 
+# af is pingpong with the tensors, layers and stages of a large model.
+MODEL = "--layers 61 --stages 3 --tensors 7 --sizes 128K:256K --ops push_pull".split()
+PRESETS = {"af": ("pingpong", [*MODEL, *"--rounds 5 --seconds 1".split()])}
+
 
 def main(argv: list[str]) -> int:
     """Runs one benchmark. Returns the exit status."""
@@ -38,8 +42,8 @@ def main(argv: list[str]) -> int:
     asked = {"FSERVER_LOG", "PS_VERBOSE"} & set(os.environ)
     try:
         with mock.patch.dict(os.environ, {} if asked else {"FSERVER_LOG": "warn"}):
-            benchmark = importlib.import_module(f".{options.benchmark}", __name__)
-            return int(benchmark.main(options.args))
+            name, usual = PRESETS.get(options.benchmark, (options.benchmark, []))
+            return int(importlib.import_module(f".{name}", __name__).main([*usual, *options.args]))
     except ModuleNotFoundError as error:
         text = f"{error} (run pip install psutil)"
     except BenchError as error:

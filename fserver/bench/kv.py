@@ -30,7 +30,6 @@ PLACES = ("local", "joint")
 MEMORY = ("cpu", "cpu:gpu", "gpu:cpu", "gpu")
 TIMEOUT = 600.0  # seconds; one line of the table
 LINE = re.compile(r"(worker \d+.*): \w+: Application goodput: ([\d.]+) Gbps, ([\d.]+) messages/s")
-COLUMNS = ("place", "memory", "transport", "op", "keys", "bytes")
 GOODPUT = ("goodput_gbps", "goodput_min", "goodput_max", "messages")
 PARSER = opts.parser(
     "kv",
@@ -71,7 +70,7 @@ def main(argv: list[str]) -> int:
         PARSER.error("--places joint: want the same number of --workers and --servers")
     lists = options.places, options.memory, options.transport, options.ops, options.sizes
     planned = [Case(*each) for each in itertools.product(*lists)]
-    with Run("kv", options, (*COLUMNS, *GOODPUT)) as run:
+    with Run("kv", options, (*Case._fields, "keys", *GOODPUT)) as run:
         rows = (_row(run, at, case) for at, case in enumerate(planned))
         run.table(row for row in rows if options.role != "server")
     return 0

@@ -14,7 +14,7 @@ import torch
 from bench_fakes import corrupting_node, written
 
 from fserver import bench
-from fserver.bench import af, crew, options, pingpong, report
+from fserver.bench import MODEL, crew, options, pingpong, report
 from fserver.bench.crew import Case
 from fserver.bench.errors import BenchError, WrongDataError
 from fserver.bench.run import Run, Way, choose_cores, take_turns
@@ -360,7 +360,7 @@ def test_groups(tmp_path, capsys):
     [
         (pingpong, ["--sizes", "64", "--no-baseline"]),
         (pingpong, ["--sizes", "64", "--transport", "tcp,cma", "--shared"]),
-        (af, ["--layers", "2", "--sizes", "1K", "--no-baseline"]),
+        (pingpong, [*MODEL, "--layers", "2", "--sizes", "1K", "--no-baseline"]),
         (pingpong, ["--groups", "3", "--ops", "push_pull", "--sizes", "4K", "--no-baseline"]),
     ],
 )
