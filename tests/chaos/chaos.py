@@ -43,6 +43,7 @@ from board import (
 
 from fserver.bench.errors import BenchError
 from fserver.bench.processes import Child
+from fserver.percentiles import percentile
 
 HANG = 20.0  # seconds after which what is waited for will not come
 START = 120.0  # the same for the first processes, which import torch
@@ -395,7 +396,7 @@ def show(number: int, turn: dict[str, Any]) -> str:
 def percentiles(seconds: list[float]) -> dict[str, float]:
     """The median, the 99th percentile and the largest."""
     ordered = sorted(seconds) or [0.0]
-    at = [ordered[-(-len(ordered) * percent // 100) - 1] for percent in (50, 99, 100)]
+    at = [percentile(ordered, percent) for percent in (50, 99, 100)]
     return dict(zip(("p50", "p99", "max"), at, strict=True))
 
 
