@@ -224,12 +224,11 @@ def members(
     **more: Any,
 ) -> list[Member]:
     """The processes of workers, with so many nodes each, and of servers. `more` is of all."""
-    kinds = (("worker", worker, groups), ("server", server, 1))
+    one, other = cores or (None, None)
+    kinds = ("worker", worker, one, groups, counts[0]), ("server", server, other, 1, counts[1])
     return [
         Member(kind if count == 1 else f"{kind} {i}", actor, kind, core, nodes, **more)
-        for (kind, actor, nodes), core, count in zip(
-            kinds, cores or (None, None), counts, strict=True
-        )
+        for kind, actor, core, nodes, count in kinds
         for i in range(count)
     ]
 
