@@ -44,12 +44,16 @@ class Pattern:
         for part in t.split(PERIOD):
             torch.add(self._base[: len(part)], seed % 256, out=part)
 
+    def like(self, t: torch.Tensor, seed: int, sequence: int) -> torch.Tensor:
+        """The pattern of `seed` that starts with `sequence`, as long as t and where t is."""
+        made = torch.empty_like(t)
+        self.fill(made, seed)
+        number(made).value = sequence
+        return made
+
     def check(self, t: torch.Tensor, seed: int, sequence: int, what: str) -> None:
         """Raises WrongDataError if t is not the pattern of `seed` that starts with `sequence`."""
-        want = torch.empty_like(t)
-        self.fill(want, seed)
-        number(want).value = sequence
-        difference = first_difference(t, want)
+        difference = first_difference(t, self.like(t, seed, sequence))
         if difference:
             raise WrongDataError(f"{what}: {difference} (exchange {sequence})")
 
@@ -194,8 +198,7 @@ class WorkerActor(Actor):
         ]
         for sequence, request in numbered:
             for j, t in enumerate(request.push):
-                self.pattern.fill(t, own_seed(seed, "worker", request.rank, j))
-                number(t).value = sequence
+                t.copy_(self.pattern.like(t, own_seed(seed, "worker", request.rank, j), sequence))
             for t in request.pull:
                 t.fill_(POISON)
         self.run(self.case.stages)

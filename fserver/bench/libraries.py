@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .actors import POISON, number
+from .actors import POISON
 from .baseline import SMALL
 from .crew import Case
 from .options import ON_CPU, ON_GPUS
@@ -280,8 +280,7 @@ class Rival(Teammate):
         """A round trip of new data into poisoned memory, compared byte by byte."""
         self.sequence += 1
         source, landing = self.route.source[0], self.route.landing[0]
-        self.pattern.fill(source, seed + self.index)
-        number(source).value = self.sequence
+        source.copy_(self.pattern.like(source, seed + self.index, self.sequence))
         landing.fill_(POISON)
         self.sync()
         self.barrier()
