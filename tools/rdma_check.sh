@@ -15,7 +15,7 @@
 #   SIZES=64,4K,...   bytes of a tensor in the step bytes
 #   ITERS=1000        messages of each size for perftest
 #   STEPS="..."       which steps, in this order: doctor peer bytes gpu layers tcp perftest nccl nixl ucx; the same on both
-#   PYTHON=python3    which has fserver and psutil
+#   PYTHON=python3    which has fserver, psutil and rich
 #
 # The exit status is 1 if a step failed. A step that cannot run is skipped, with the reason.
 set -uo pipefail

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
             name, usual = PRESETS.get(options.benchmark, (options.benchmark, []))
             return int(importlib.import_module(f".{name}", __name__).main([*usual, *options.args]))
     except ModuleNotFoundError as error:
-        text = f"{error} (run pip install psutil)"
+        text = f"{error} (run pip install psutil rich)"
     except BenchError as error:
         text = str(error)
     print(f"bench: {text}", file=sys.stderr)

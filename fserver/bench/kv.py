@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
         PARSER.error("--places joint: want the same number of --workers and --servers")
     lists = options.places, options.memory, options.transport, options.ops, options.sizes
     planned = [Case(*each) for each in itertools.product(*lists)]
-    with Run("kv", options, (*Case._fields, "keys", *GOODPUT)) as run:
+    with Run("kv", options, (*Case._fields, "keys", *GOODPUT), len(planned)) as run:
         rows = (_row(run, at, case) for at, case in enumerate(planned))
         run.table(row for row in rows if options.role != "server")
     return 0
@@ -86,6 +86,7 @@ def _row(run: Run, at: int, case: Case) -> dict[str, Any]:
     if "gpu" in case.memory and not seen(os.environ):
         reason = "this host has no GPU that can be used (run `fserver doctor` for the reason)"
     log = "" if reason else _logged(run, case, iters, at)
+    run.step()
     row = {**case._asdict(), "keys": options.keys, "iters": iters, "skipped": reason}
     return {**row, **figures(log)}
 

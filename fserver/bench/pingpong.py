@@ -57,7 +57,8 @@ def main(argv: list[str]) -> int:
     columns += report.RAW
     columns += OF_MODEL if options.layers > 1 else ()
     apart = list(itertools.product(*several.values()))
-    with Run("pingpong", options, columns) as run:
+    steps = len(apart) * len(options.sizes) * len(options.ops) * options.rounds
+    with Run("pingpong", options, columns, steps) as run:
         run.table(row for device, groups in apart for row in _rows(run, device, groups))
         for key, (text, _) in report.PARTS.items() if options.layers > 1 and run.rows else ():
             print(f"{text:<50}", *(f"{row['parts_us'][key]:>9.1f} µs" for row in run.rows))

@@ -84,9 +84,11 @@ def take_turns(
     rounds: int,
     seconds: float,
     iters: int | None = None,
+    done: Callable[[], None] = lambda: None,
 ) -> None:
     """Measures all ways that have a player, in turn. A round of one takes about so many seconds, or
-    has `iters` exchanges, in the largest unit of the players."""
+    has `iters` exchanges, in the largest unit of the players. `done` is called after each round of
+    all."""
     ways = [way for way in ways if way.player]
     largest = max((way.player.unit for way in ways), default=1)
     counts = {}
@@ -108,6 +110,7 @@ def take_turns(
                     figures = way.player.measure(min(max(count // 10, 1), 500), count)
                     way.player.check(turn + 1)
                     way.rounds.append(figures)
+        done()
 
 
 class Run(contextlib.ExitStack):
@@ -117,8 +120,18 @@ class Run(contextlib.ExitStack):
     of the table.
     """
 
-    def __init__(self, name: str, options: argparse.Namespace, columns: Sequence[str]):
-        """Checks that there is a GPU if one is asked for, and prints on what is measured."""
+    def __init__(
+        self,
+        name: str,
+        options: argparse.Namespace,
+        columns: Sequence[str],
+        steps: float = 0,
+    ):
+        """Checks that there is a GPU if one is asked for, and prints on what is measured. `step`
+        will be called so often."""
+        from rich.console import Console
+        from rich.progress import Progress
+
         super().__init__()
         self.options, self.rows = options, list[dict[str, Any]]()
         self._name, self._columns = name, columns
@@ -130,6 +143,14 @@ class Run(contextlib.ExitStack):
         self.facts = report.machine(self.cores)
         text = "{cpu}, {cores} cores (pinned to {pinned}), {kernel}, python {python}, {versions}"
         print(text.format(**self.facts), flush=True)
+        bar = Progress(
+            console=Console(stderr=True),
+            transient=True,
+            redirect_stdout=sys.stdout.isatty(),
+            disable=not sys.stderr.isatty(),
+        )
+        self._bar = self.enter_context(bar)
+        self._task = self._bar.add_task(name, total=steps)
 
     def table(self, rows: Iterable[dict[str, Any]]) -> None:
         """Prints a table, row by row, and writes the file that was asked for."""
@@ -140,6 +161,9 @@ class Run(contextlib.ExitStack):
         if self.options.json:
             about = {"machine": self.facts, "options": vars(self.options)}
             report.save(self.options.json, {"bench": self._name, "rows": self.rows, **about})
+
+    def step(self) -> None:
+        self._bar.advance(self._task)
 
     def way(self, name: str, make: Callable[[], Baseline], raw: Way | None = None) -> Way:
         """The way of a program that `make` starts, until the run ends; without a compiler, or if
@@ -171,7 +195,7 @@ class Run(contextlib.ExitStack):
                 way.player.prepare(case)
         how = self.options
         iters = exchanges(how, case.unit * sum(case.moved)) if self._role else how.iters
-        take_turns(playing, how.rounds, how.seconds, iters)
+        take_turns(playing, how.rounds, how.seconds, iters, self.step)
 
 
 def choose_cores(asked: tuple[int, int] | None) -> tuple[int, int]:

@@ -126,11 +126,14 @@ def test_several_raw_baselines_take_turns():
     assert [row["baseline"] for row in rows] == ["one", "two", None]
 
 
-def test_psutil_is_missing(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "psutil", None)
+@pytest.mark.parametrize("missing", ["psutil", "rich"])
+def test_packages_that_are_missing(missing, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, f"{missing}.console", raising=False)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert bench.main(["pingpong"]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "psutil" in last and last.endswith(" (run pip install psutil)")
+    assert missing in last and last.endswith(" (run pip install psutil rich)")
 
 
 def test_torch_is_missing(tmp_path):
