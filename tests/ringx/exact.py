@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from world import Rank, World
 
-from fserver.ringx import positions, ringx_attention
+from fserver import ringx
+from fserver.ringx import ringx_attention
 from fserver.ringx.algorithms import ALGORITHMS
 
 
@@ -55,6 +56,8 @@ class Problem:
     dtype: torch.dtype = torch.float64
     seed: int = 0
     device: str = "cpu"
+    ends: tuple[int, ...] | None = None  # of packed documents, from 0 on
+    window: int | None = None  # keys that a row sees at most
 
     def tensors(self) -> list[Tensor]:
         """q, k, v, the gradient of out, and the sink. The same on all ranks."""
@@ -84,20 +87,32 @@ SCORES = 128 << 20
 ranks may do so on one GPU."""
 
 
+def seen(problem: Problem, causal: bool, rows: Tensor) -> Tensor:
+    """The mask of some rows: which keys each of them sees, [rows, keys]."""
+    at, row = torch.arange(problem.keys, device=rows.device), rows[:, None]
+    mask = (at <= row) if causal else torch.ones_like(at <= row)
+    if problem.window is not None:
+        mask &= row - at < problem.window
+    if problem.ends is not None:
+        ends = torch.tensor(problem.ends[1:], device=rows.device)
+        of_row, of_key = (torch.bucketize(places, ends, right=True) for places in (row, at))
+        mask &= of_row == of_key
+    return mask
+
+
 def dense(problem: Problem, causal: bool) -> dict[str, Tensor]:
     """out, lse and the gradients by autograd, in float64, of the problem as its type has it. One
     head and some rows at a time, so that long sequences have room."""
     at_once = max(1, SCORES // (8 * problem.batch * problem.keys))
     q, k, v, dout, sink = (t.double().requires_grad_() for t in problem.tensors())
     out, lse = torch.empty_like(q), q.new_empty(problem.batch, problem.heads, problem.rows)
-    at = torch.arange(max(problem.rows, problem.keys), device=q.device)
+    at = torch.arange(problem.rows, device=q.device)
     for head in range(problem.heads):
         near = head * problem.kv_heads // problem.heads
-        for rows in at[: problem.rows].split(at_once):
+        for rows in at.split(at_once):
             here = slice(int(rows[0]), int(rows[-1]) + 1)
             scores = q[:, here, head] @ k[:, :, near].mT * problem.dim**-0.5
-            if causal:
-                scores = scores.masked_fill(at[: problem.keys] > rows[:, None], -torch.inf)
+            scores = scores.masked_fill(~seen(problem, causal, rows), -torch.inf)
             if problem.sink:
                 level = sink[head].expand(*scores.shape[:2], 1)
                 scores = torch.cat((scores, level), -1)
@@ -109,10 +124,14 @@ def dense(problem: Problem, causal: bool) -> dict[str, Tensor]:
     return {**found, "dsink": sink.grad} if problem.sink else found
 
 
-def split(length: int, lengths: Sequence[int] | None, layout: str, rank: int, size: int) -> Tensor:
-    """Positions of the rank; `lengths` says how many each has, if these are uneven."""
+def split(
+    length: int, lengths: Sequence[int] | None, layout: str, rank: int, size: int,
+    ends: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
+    """Which rows of the whole the rank has; `lengths` says how many each has, if these are uneven,
+    `ends` where documents end."""
     if lengths is None:
-        return positions(length, layout, rank, size)
+        return ringx.shard(torch.arange(length), layout, rank, size, 0, cu_seqlens=ends)
     start = sum(lengths[:rank])
     return torch.arange(start, start + lengths[rank])
 
@@ -136,8 +155,8 @@ def shard(
 ) -> Shard:
     q, k, v, dout, sink = problem.tensors()
     of_q, of_k = lengths or (None, None)
-    rows = split(problem.rows, of_q, layout, me.rank, me.size)
-    keys = split(problem.keys, of_k, layout, me.rank, me.size)
+    rows = split(problem.rows, of_q, layout, me.rank, me.size, problem.ends)
+    keys = split(problem.keys, of_k, layout, me.rank, me.size, problem.ends)
     parts = [q[:, rows], k[:, keys], v[:, keys]]
     if strided:  # the heads before the sequence in memory, every other number
         parts = [spread(t) for t in parts]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from exact import EXACT, Problem, errors, poison
+from exact import EXACT, Problem, dense, errors, poison
 from torch.utils.checkpoint import checkpoint
 from world import Rank, World
 
@@ -17,26 +19,9 @@ RANKS = (0, 1), (1, 2, 3), (0, 1, 2, 3)
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 
 
-def masked(problem: Problem, ends: list[int], window: int | None = None) -> dict[str, torch.Tensor]:
-    """out, lse and all gradients of the whole, by autograd over a mask."""
-    q, k, v, dout, sink = problem.tensors()
-    leaves = [t.double().requires_grad_() for t in (q, k, v, sink)]
-    q, k, v, sink = leaves
-    at = torch.arange(problem.rows)
-    document = torch.bucketize(at, torch.tensor(ends[1:]), right=True)
-    seen = (document[:, None] == document) & (at[:, None] >= at)
-    if window is not None:
-        seen &= at[:, None] - at < window
-    k, v = (t.repeat_interleave(problem.heads // problem.kv_heads, 2) for t in (k, v))
-    scores = torch.einsum("bshd,bthd->bhst", q, k) * problem.dim**-0.5
-    scores = scores.masked_fill(~seen, -torch.inf)
-    if problem.sink:
-        level = sink[:, None, None].expand(problem.batch, -1, problem.rows, 1)
-        scores = torch.cat((scores, level), -1)
-    p = scores.softmax(-1)[..., : problem.rows]
-    out = torch.einsum("bhst,bthd->bshd", p, v)
-    grads = torch.autograd.grad(out, leaves[: 3 + problem.sink], dout.double())
-    return dict(zip(NAMES, (out, scores.logsumexp(-1), *grads), strict=False))
+def masked(problem: Problem, ends: Sequence[int], window: int | None = None) -> dict[str, Any]:
+    """out, lse and all gradients of the whole."""
+    return dense(replace(problem, ends=tuple(ends), window=window), causal=True)
 
 
 def attend(

@@ -1,5 +1,6 @@
 """Attention over ranks by every kernel of the device, beside one process alone: errors against
-float64, calls right behind each other, and CUDA graphs; and torch's ways of tools/ringx_bench.py.
+float64, calls right behind each other, and CUDA graphs; packed documents and sliding windows; a
+group of gloo's; and torch's ways of tools/ringx_bench.py.
 
 On the CPU this runs over gloo. On GPUs there are as many processes as RANKS says ("2 4" is the
 default, if there are so many GPUs), over NCCL. On a single GPU with RANKS, all processes share it,
@@ -13,20 +14,22 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from exact import ROWS, Problem, Shard, call, dense, shard
+import torch.nn.functional as F
+from exact import ROWS, Problem, Shard, call, dense, seen, shard
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from world import Rank, World
 
 from fserver.errors import ConfigError
-from fserver.ringx import kernels
+from fserver.ringx import kernels, layout_of, ringx_attention
 from fserver.ringx.kernels import Given
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
@@ -52,6 +55,8 @@ CASES = [(*kind, shape) for kind in KINDS for shape in SHAPES]
 CASES += [(*KINDS[0], shape) for shape in LONG]
 # By "efficient", context parallel of torch 2.11 has wrong gradients under the causal mask.
 OTHERS = [kind for kind in KINDS if kind[0] != "efficient"]
+
+ANSWERS = ("out", "dq", "dk", "dv")
 
 Call = Callable[[Shard], dict[str, Tensor]]
 
@@ -85,8 +90,13 @@ def by(kernel: str) -> AbstractContextManager[Any]:
     return sdpa_kernel(getattr(SDPBackend, f"{kernel.upper()}_ATTENTION"))
 
 
-def ours(me: Rank, causal: bool) -> Iterator[tuple[str, str, Call]]:
+def ours(me: Rank, problem: Problem, causal: bool) -> Iterator[tuple[str, str, Call]]:
     """Name, layout and call of each algorithm with each option."""
+    if problem.ends is not None or problem.window is not None:
+        layout = layout_of("auto", causal, window=problem.window)
+        for agreed in (None, True):
+            yield f"auto {agreed}", layout, partial(masked, me, problem, agreed=agreed)
+        return
     for way in ringx_bench.ways(causal, 0, torch.device("cpu")):
         if way.of == "ringx":
             name, *options = way.name.split()
@@ -96,13 +106,30 @@ def ours(me: Rank, causal: bool) -> Iterator[tuple[str, str, Call]]:
                 yield f"{way.name} {agreed}", way.layout, partial(call, me, algorithm=row, **given)
 
 
+def masked(me: Rank, problem: Problem, mine: Shard, agreed: bool | None) -> dict[str, Tensor]:
+    """A call with the documents and the window of the problem."""
+    options: dict[str, Any] = {"cu_seqlens": problem.ends, "window": problem.window}
+    out = ringx_attention(*mine.leaves, causal=True, group=me.group, agreed=agreed, **options)
+    grads = torch.autograd.grad(out, mine.leaves, mine.dout)
+    return dict(zip(ANSWERS, (out.detach(), *grads), strict=True))
+
+
 def alone(problem: Problem, causal: bool) -> dict[str, Tensor]:
-    """The kernel in one process."""
+    """The kernel in one process; of packed documents and a window, torch's attention by a mask."""
     q, k, v, dout, _ = problem.tensors()
+    if problem.ends is not None or problem.window is not None:
+        mask = seen(problem, causal, torch.arange(problem.rows, device=q.device))
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        times = problem.heads // problem.kv_heads
+        heads = (q, *(t.repeat_interleave(times, 2) for t in (k, v)))
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION) if ON_GPU else nullcontext():
+            out = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in heads), mask)
+        grads = torch.autograd.grad(out, leaves, dout.transpose(1, 2))
+        return dict(zip(ANSWERS, (out.detach().transpose(1, 2), *grads), strict=True))
     out, lse = kernels.forward(q, k, v, causal, problem.dim**-0.5)
     given = Given(dout, q, k, v, out.contiguous(), lse)
     grads = kernels.backward(given, causal, problem.dim**-0.5)
-    return dict(zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True))
+    return dict(zip(ANSWERS, (out, *grads), strict=True))
 
 
 def error(found: Tensor, want: Tensor) -> float:
@@ -133,8 +160,9 @@ def errors(
 
 
 def errors_of_ours(me: Rank, kernel: str, dtype: Any, shape: Any, causal: bool) -> dict[str, Any]:
+    problem = problem_of(me, dtype, shape)
     with by(kernel):
-        return errors(me, problem_of(me, dtype, shape), causal, ours(me, causal))
+        return errors(me, problem, causal, ours(me, problem, causal))
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
@@ -157,7 +185,9 @@ def judge(answers: list[dict[str, Any]]) -> None:
         pytest.skip(f"{len(refusals)} of {len(answers[0])} ways: {refusals[0]}")
 
 
-def differences(me: Rank, kernel: str, dtype: Any, shape: Any, causal: bool) -> dict[str, float]:
+def differences(
+    me: Rank, kernel: str, problem: Problem, causal: bool, calls: Iterator[tuple[str, str, Call]]
+) -> dict[str, float]:
     """The largest difference between calls, each with other numbers, right behind each other and
     the same calls each alone, over the largest number."""
 
@@ -166,8 +196,8 @@ def differences(me: Rank, kernel: str, dtype: Any, shape: Any, causal: bool) -> 
             torch.cuda.synchronize()
         dist.barrier(me.group)
 
-    problem, found = problem_of(me, dtype, shape), {}
-    for name, layout, function in ours(me, causal):
+    found = {}
+    for name, layout, function in calls:
         shards = [shard(me, replace(problem, seed=seed), layout) for seed in range(4)]
         one_by_one = []
         with by(kernel):
@@ -184,24 +214,29 @@ def differences(me: Rank, kernel: str, dtype: Any, shape: Any, causal: bool) -> 
 
 def worst(found: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     """The largest difference, over the largest number. NaN is infinite."""
-    each = (
-        (found[n] - want[n]).abs().max() / want[n].abs().max() for n in ("out", "dq", "dk", "dv")
-    )
+    each = ((found[n] - want[n]).abs().max() / want[n].abs().max() for n in ANSWERS)
     return max(float(torch.nan_to_num(e, nan=torch.inf)) for e in each)
+
+
+def differences_of_ours(
+    me: Rank, kernel: str, dtype: Any, shape: Any, causal: bool
+) -> dict[str, float]:
+    problem = problem_of(me, dtype, shape)
+    return differences(me, kernel, problem, causal, ours(me, problem, causal))
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_calls_right_behind_each_other(ranks: World, case: tuple, causal: bool):
-    for found in run(ranks, differences, *case, causal):
+    for found in run(ranks, differences_of_ours, *case, causal):
         assert found and max(found.values()) <= ROUNDING, found
 
 
-def replayed(me: Rank, causal: bool) -> dict[str, float]:
+def replayed(me: Rank, causal: bool, window: int | None) -> dict[str, float]:
     """The largest difference between each agreed call and its replay from a CUDA graph."""
-    problem, found = problem_of(me, BF16, SHAPES[0]), {}
+    problem, found = replace(problem_of(me, BF16, SHAPES[0]), window=window), {}
     stream = torch.cuda.Stream()
-    for name, layout, function in ours(me, causal):
+    for name, layout, function in ours(me, problem, causal):
         with torch.cuda.stream(stream):  # what autograd keeps is of the stream that made it
             mine = shard(me, problem, layout)
             want = function(mine, agreed=True)
@@ -226,11 +261,83 @@ def need_nccl(ranks: World) -> None:
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs GPUs")
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_replays_of_graphs(ranks: World, causal: bool):
+@pytest.mark.parametrize(
+    ("causal", "window"),
+    [(True, None), (False, None), (True, 300)],
+    ids=["causal", "full", "window"],
+)
+def test_replays_of_graphs(ranks: World, causal: bool, window: int | None):
     need_nccl(ranks)
-    for found in run(ranks, replayed, causal):
+    for found in run(ranks, replayed, causal, window):
         assert found and max(found.values()) <= ROUNDING, found
+
+
+def masked_problem(me: Rank, kernel: str, dtype: torch.dtype, mask: str) -> Problem:
+    """A batch of two, with packed documents, a window that is shorter than the part of a rank, one
+    that is longer, or documents of any length and a window."""
+    problem = replace(problem_of(me, dtype, SHAPES[0]), batch=2)
+    part = problem.rows // me.size
+    least = 8 if kernel == "cudnn" else 1  # cuDNN need not take blocks with a single key
+    chunks = (least, 0, part // 8, least, part // 4, part // 8 - 2 * least)
+    packed = (0, *accumulate(2 * me.size * chunk for chunk in chunks))
+    uneven = (0, 1, part - 7, part - 7, part + 2, problem.rows)
+    return {
+        "documents": replace(problem, ends=packed),
+        "short": replace(problem, window=part // 3),
+        "long": replace(problem, window=part + part // 2),
+        "both": replace(problem, ends=uneven, window=part // 3),
+    }[mask]
+
+
+MASKS = ("documents", "short", "long", "both")
+BEST = "flash" if ON_GPU else "cpu"
+"""The kernel that takes all documents in one call, if there is one."""
+
+
+def errors_by_masks(me: Rank, kernel: str, dtype: Any, mask: str) -> dict[str, Any]:
+    problem = masked_problem(me, kernel, dtype, mask)
+    with by(kernel):
+        return errors(me, problem, True, ours(me, problem, True))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_documents_and_windows(ranks: World, kind: tuple, mask: str):
+    """Under a window, kernels other than flash leave the work to the reference kernel."""
+    judge(run(ranks, errors_by_masks, *kind, mask))
+
+
+def differences_by_masks(me: Rank, mask: str) -> dict[str, float]:
+    problem = masked_problem(me, BEST, BF16, mask)
+    return differences(me, BEST, problem, True, ours(me, problem, True))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_documents_and_windows_right_behind_each_other(ranks: World, mask: str):
+    for found in run(ranks, differences_by_masks, mask):
+        assert found and max(found.values()) <= ROUNDING, found
+
+
+@cache
+def of_gloo() -> dist.ProcessGroup:
+    """A group of gloo's with all ranks. All of them make the first call together."""
+    return dist.new_group(backend="gloo")
+
+
+def over_gloo(me: Rank, causal: bool, mask: str | None) -> dict[str, Any]:
+    """The errors by collectives of gloo's, which take tensors of GPUs by way of the CPU."""
+    me = replace(me, group=of_gloo())
+    problem = masked_problem(me, BEST, BF16, mask) if mask else problem_of(me, BF16, SHAPES[0])
+    calls = (one for one in ours(me, problem, causal) if "copies" not in one[0])
+    with by(BEST):
+        return errors(me, problem, causal, calls)
+
+
+@pytest.mark.parametrize(
+    ("causal", "mask"), [(True, None), (False, None), *((True, mask) for mask in MASKS)], ids=str
+)
+def test_over_gloo(ranks: World, causal: bool, mask: str | None):
+    judge(run(ranks, over_gloo, causal, mask))
 
 
 def errors_of_others(me: Rank, kernel: str, dtype: Any, causal: bool) -> dict[str, Any]:
@@ -245,7 +352,7 @@ def attended(way: ringx_bench.Way, mine: Shard) -> dict[str, Tensor]:
     with way.around():
         out = way.attend(*mine.leaves)
         grads = torch.autograd.grad(out, mine.leaves, mine.dout)
-    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True))
+    return dict(zip(ANSWERS, (out.detach(), *grads), strict=True))
 
 
 @pytest.mark.skipif(not ON_GPU, reason="torch's ways need GPUs")
