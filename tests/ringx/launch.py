@@ -24,6 +24,7 @@ def launched(program: Path, *options: str, size: int = 2) -> str:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     given = {
         "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process has the store, as torchrun has

@@ -60,6 +60,24 @@ def test_losses_are_equal(name: str, algorithm: str, split: str, tmp_path: Path)
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_split_llama_is_itself(dtype: str):
+    pytest.importorskip("transformers", reason="needs transformers (make setup)")
+    text = launched(EXAMPLES / "llama.py", "--dtype", dtype, "--tokens", "64")
+    assert f"64 tokens over 2 ranks, {dtype}" in text and "of gradients " in text
+
+
+def test_weights_of_a_folder(tmp_path: Path):
+    transformers = pytest.importorskip("transformers", reason="needs transformers (make setup)")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=1,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    text = launched(EXAMPLES / "llama.py", "--model", str(tmp_path), "--tokens", "12", size=3)
+    assert "12 tokens over 3 ranks, float32" in text
+
+
 def trained(
     me: Rank, name: str, counts: dict[str, int], order: str, algorithm: str = "auto",
     large: bool = False,
