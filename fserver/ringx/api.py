@@ -121,62 +121,38 @@ def ringx_attention(
     """Computes exact attention of the local queries to the keys of all ranks.
 
     Every rank of the group has to call it, with equal arguments except for the tensors.
+    docs/long-contexts.md is the guide to algorithms, layouts and options.
 
     Args:
-        q: ``[B, Sq, H, D]``, the local queries. ``shard`` returns them, with the layout that
-            ``layout_of`` returns for the algorithm.
+        q: ``[B, Sq, H, D]``, the local queries, as ``shard`` returns them.
         k: ``[B, Sk, Hkv, D]``, the local keys. H is a multiple of Hkv.
         v: ``[B, Sk, Hkv, D]``, the local values.
-        algorithm: for a full mask and contiguous parts ``"X1"``, ``"X1o"`` or ``"X3b"``; for a
-            causal mask ``"X2"`` or ``"X2o"``, with contiguous parts, or ``"X3"``, ``"X4"`` or
-            ``"X4o"``, with zigzag parts. For both masks ``"ring"``, with zigzag parts if causal,
-            and ``"ulysses"``, with contiguous parts and H a multiple of the number of ranks.
-            Lengths may differ between ranks in X1, X1o, X2 and X2o. ``"auto"`` takes the fastest
-            one by measurements (`fserver.ringx.algorithms.automatic`).
+        algorithm: its name, or ``"auto"`` for the fastest one by measurements.
         causal: whether a query attends to the keys at its own position and before, or to all keys.
-        layout: how the sequence is split, ``"contiguous"`` or ``"zigzag"``, which is an error if
-            the algorithm needs another. None: the layout is not checked, and with a causal mask the
-            wrong one gives wrong results.
+        layout: ``"contiguous"`` or ``"zigzag"``, as ``layout_of`` returns it for the algorithm.
+            None: it is not checked, and the wrong one gives wrong results under a causal mask.
         scale: factor of the scores, above 0. None: ``1 / sqrt(D)``.
         group: the process group, or a DeviceMesh with one dimension. None: all ranks.
         sink: ``[H]``, for each head the score of a key that has no value. Each rank gets the
             gradient of its local queries, and the caller has to sum those of the ranks.
-        reduce_dtype: dtype of sums over ranks. If the dtype of q is wider, such as float64, it is
-            used instead.
+        reduce_dtype: dtype of sums over ranks, or that of q if it is wider.
         return_lse: whether to return lse too. It has no gradient.
-        agreed: when the ranks compare their arguments. None: in the first call with these
-            arguments, and in each call once the ranks have had different lengths. A rank that then
-            changes its arguments alone compares alone, and all end by the group's timeout. False:
-            in each call, so that ranks may change their arguments alone. True: never; unless all
-            ranks pass equal arguments and lengths, the call may hang or return wrong values. The
-            capture of a CUDA graph needs True, or a call before it with the same arguments.
-        copies: True: X3, X3b and X4 use copies instead of collectives if all ranks are GPUs of one
-            host that can reach each other's memory, which the first such call of a group finds out.
-            Where they cannot, and on the CPU, it has no effect. With another algorithm than these
-            or ``"auto"`` it is a ConfigError.
-        cu_seqlens: ``[D + 1]``, where packed documents end in the *whole* sequence: 0 first, the
-            number of all ranks' tokens last. A tensor of int32 or int64 on the CPU, or a sequence.
-            A query attends to keys of its own document only. All rows of the batch have these
-            documents. They need a causal mask, algorithm ``"auto"`` or ``"X3"`` and the layout
-            zigzag by document, as ``shard(..., cu_seqlens=cu_seqlens)`` returns it. The length of
-            each document has to be a multiple of 2N for N ranks, unless there is a window.
-        window: a query attends to the key at its own position and to the ``window - 1`` keys
-            before it. It needs a causal mask, algorithm ``"auto"`` and contiguous parts, whose
-            lengths may differ. None: to all keys before it.
+        agreed: when the ranks compare their arguments. None: in the first call with these. False:
+            in each call. True: never; if they differ, the call may hang or return wrong values.
+        copies: whether X3, X3b and X4 copy from GPU to GPU where they can, without collectives.
+        cu_seqlens: ``[D + 1]``, cumulative lengths of packed documents in the *whole* sequence, on
+            the CPU or as a list. A query attends to keys of its own document only.
+        window: a query attends to its own key and the ``window - 1`` before. None: to all before.
 
     Returns:
         out, ``[B, Sq, H, D]`` of the dtype of q. With return_lse, ``(out, lse)``, where lse is
         ``[B, H, Sq]`` in float32 or float64.
 
     Raises:
-        ConfigError: an argument is wrong on a rank, or differs between ranks. All ranks that
-            compare raise an error, before any data is exchanged. With agreed=True, or during the
-            capture of a CUDA graph, only this rank raises.
-        ShapeError: as ConfigError, for a shape.
-        TimeoutError: a rank has not joined a collective, or a comparison, within the timeout of the
-            group; also in backward.
-        Error: a rank has ended, or a collective has failed; also in backward. See *Ranks that do
-            not come* in docs/long-contexts.md.
+        ConfigError, ShapeError: an argument is wrong on a rank, or differs between ranks. All ranks
+            that compare raise it before any data travels; without a comparison, this rank alone.
+        TimeoutError: a rank has not joined a collective or a comparison in time; also in backward.
+        Error: a rank has ended, or a collective has failed; also in backward.
     """
     options = Options(
         algorithm, causal, layout, scale, reduce_dtype, agreed, copies, window, cu_seqlens

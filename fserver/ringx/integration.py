@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -165,27 +166,31 @@ def register_attention(
             f"ringx: transformers: {error} (install transformers 4.53 or newer)"
         ) from error
 
-    positions = Positions()
-
-    def attention(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: object,
-        dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
-        s_aux: Tensor | None = None, sliding_window: int | None = None,
-        cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None, **more: Any,
-    ) -> tuple[Tensor, None]:  # fmt: skip
-        def check() -> None:
-            _check(attention_mask, sliding_window, {"dropout": dropout or None, **more})
-            _check_documents(cu_seq_lens_q, cu_seq_lens_k, positions, more.get("position_ids"))
-
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        # Under autocast a rotary embedding leaves q and k in float32.
-        q, k, v = (t.transpose(1, 2).to(value.dtype) for t in (query, key, value))
-        how = algorithm if sliding_window is None else "auto"
-        options = Options(
-            how, causal, layout, scaling, reduce_dtype, agreed, copies, sliding_window,
-            cu_seq_lens_q,
-        )  # fmt: skip
-        return run(q, k, v, s_aux, group, options, check)[0], None
-
-    AttentionInterface.register(name, attention)
+    options = Options(algorithm, True, layout, None, reduce_dtype, agreed, copies)
+    AttentionInterface.register(name, partial(_attend, group, options, Positions()))
     AttentionMaskInterface.register(name, _mask)
+
+
+def _attend(
+    group: Group | None, options: Options, positions: Positions, module: Any, query: Tensor,
+    key: Tensor, value: Tensor, attention_mask: object, dropout: float = 0.0,
+    scaling: float | None = None, is_causal: bool | None = None, s_aux: Tensor | None = None,
+    sliding_window: int | None = None, cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None, **more: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The attention of a layer. A model gives what is behind `positions`."""
+
+    def check() -> None:
+        _check(attention_mask, sliding_window, {"dropout": dropout or None, **more})
+        _check_documents(cu_seq_lens_q, cu_seq_lens_k, positions, more.get("position_ids"))
+
+    # Under autocast a rotary embedding leaves q and k in float32.
+    q, k, v = (t.transpose(1, 2).to(value.dtype) for t in (query, key, value))
+    options = options._replace(
+        algorithm=options.algorithm if sliding_window is None else "auto",
+        causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
+        scale=scaling,
+        window=sliding_window,
+        cu_seqlens=cu_seq_lens_q,
+    )
+    return run(q, k, v, s_aux, group, options, check)[0], None
