@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fserver.errors import ConfigError, ShapeError
+from fserver.errors import ConfigError
 
 aten = torch.ops.aten
 
@@ -98,15 +98,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Pair:
 
     Raises:
         ConfigError: no kernel takes these tensors.
-        ShapeError: causal, and not as many rows as keys. Kernels differ in what they mean by it.
     """
     if isinstance(mask, Segments):
         return _segments_forward(q, k, v, mask, scale)
-    if mask is True and q.shape[1] != k.shape[1]:
-        raise ShapeError(
-            f"ringx: a causal block has {q.shape[1]} queries and {k.shape[1]} keys: want equal "
-            "lengths"
-        )
+    # Kernels differ in what they mean by a causal block that is not square.
+    assert mask is not True or q.shape[1] == k.shape[1]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if not (q.shape[2] and k.shape[2]):
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulator(q.dtype))
@@ -120,7 +116,7 @@ def backward(given: Given, mask: Any, scale: float) -> Triple:
     """Gives what these rows and keys add to dq, dk and dv.
 
     Raises:
-        ConfigError, ShapeError: as for forward.
+        ConfigError: as for forward.
     """
     if isinstance(mask, Segments):
         return _segments_backward(given, mask, scale)

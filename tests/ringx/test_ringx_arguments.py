@@ -668,12 +668,6 @@ def test_layouts_refuse(call: Any, kind: type[Error], text: str):
     assert text in str(error.value)
 
 
-def test_causal_kernels_want_as_many_rows_as_keys():
-    x = torch.ones(1, 4, 1, 8)
-    with pytest.raises(ShapeError, match="a causal block has 2 queries and 4 keys"):
-        kernels.forward(x[:, :2], x, x, True, 1.0)
-
-
 def test_import_loads_no_engine():
     code = "import sys, fserver.ringx; sys.exit('fserver._C' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
