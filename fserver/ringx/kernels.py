@@ -11,7 +11,7 @@ Inside a kernel the heads come before the sequence.
 
 The mask is True (causal), False, HALVES, `Segments` (several documents side by side), or a tensor
 ``[Sq, Sk]`` that says which keys each row sees, for the reference kernel. On a GPU, if flash takes
-the tensors, one call of its operator for variable lengths takes all documents; it has not been run.
+the tensors, one call of its operator for variable lengths takes all documents.
 Elsewhere there is a call for each document, or, under a window, for some of its rows.
 """
 
