@@ -122,3 +122,29 @@ func TestLandingOfALostWorker(t *testing.T) {
 	}
 	require.Empty(t, p.sf[0].keys)
 }
+
+// TestForgottenKeys: a worker's side ends before the server has answered what it asked for.
+func TestForgottenKeys(t *testing.T) {
+	p := newPair(t, 1)
+	landed(t, p.servers[0])
+	rows := make([]atomic.Int64, 1)
+	rows[0].Store(100)
+	a, err := p.w.Carry("a", []Tensor{bytesOf(t, 1, 100, 5)}, nil, true, rows)
+	require.NoError(t, err)
+	sent, err := a.Send()
+	require.NoError(t, err)
+	require.True(t, sent)
+	p.w.Drain()
+	require.NotNil(t, p.w.servers[0].asked)
+	p.w.ChannelOver(0, "a")
+	a.Forget()
+	require.Empty(t, p.w.servers[0].keys)
+	require.NoError(t, p.settle())
+	require.True(t, a.Over())
+	require.Empty(t, p.w.servers[0].keys)
+	id, _ := p.through("", 2, 100, 6)
+	require.NoError(t, p.settle())
+	require.NoError(t, p.respond(0, p.take(0)[0], bytesOf(t, 0, 100, 4)))
+	require.NoError(t, p.settle())
+	require.Equal(t, StateDone, p.state(id))
+}

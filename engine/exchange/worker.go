@@ -406,6 +406,9 @@ func (w *Worker) granted(s *server, t *Ticket, v *wire.Buffers) error {
 	for i := range v.List {
 		b := &v.List[i]
 		k := s.keys[b.Key]
+		if k == nil && slices.ContainsFunc(s.needs, func(n wire.Need) bool { return n.Key == b.Key }) {
+			continue // its channel is over
+		}
 		if k == nil {
 			return fmt.Errorf("exchange: server %d sent a receive buffer for key %d, which was not requested", s.rank, b.Key)
 		}
@@ -420,6 +423,9 @@ func (w *Worker) granted(s *server, t *Ticket, v *wire.Buffers) error {
 	}
 	for _, n := range s.needs {
 		k := s.keys[n.Key]
+		if k == nil {
+			continue
+		}
 		k.asked = k.asked || n.Lend
 		if !(n.Lend && k.lend) && k.cap < n.Bytes {
 			return fmt.Errorf("exchange: server %d sent a receive buffer of %d bytes for key %d, want at least %d", s.rank, k.cap, n.Key, n.Bytes)
