@@ -171,23 +171,11 @@ class Plan:
         self._counted = arena.take(8 * n_in)
         self._shared: list[tuple[bytes, int, int]] = []  # handle, bytes, base address
         self._incoming: list[list[_Incoming]] = []
-        number = 0
         for tensors in incoming:
-            row = []
-            for piece in tensors:
-                where = self._share(piece) if self._wants_place(piece) else None
-                kind, blocks = choose(piece.bytes, where is not None, mode, table)
-                stride = 0
-                if kind == PACKETS:
-                    n = _packets(piece.bytes)
-                    stride = 0 if self.in_turn else -(-n // 8) * 8
-                    where = (0, arena.take(16 * (n + stride)))
-                elif where is None:
-                    where = (0, arena.take(piece.bytes))
-                counted = self._counted + 8 * number
-                row.append(_Incoming(piece, kind, blocks, *where, stride, 0, counted))
-                number += 1
-            self._incoming.append(row)
+            before = sum(map(len, self._incoming))
+            self._incoming.append(
+                [self._place(p, before + i, arena) for i, p in enumerate(tensors)]
+            )
         self._flags = arena.size
         for e in itertools.chain.from_iterable(self._incoming):
             e.flags = arena.take(8 * e.blocks)
@@ -214,6 +202,19 @@ class Plan:
         self._arena_offset = offset
         self._peers: dict[int, list[tuple[int, int]]] = {}  # memories of a peer: address, bytes
         self._theirs: dict[int, dict[str, Any]] = {}
+
+    def _place(self, piece: Piece, number: int, arena: _Arena) -> _Incoming:
+        """Chooses where a tensor that comes in is received."""
+        where = self._share(piece) if self._wants_place(piece) else None
+        kind, blocks = choose(piece.bytes, where is not None, self.mode, self.table)
+        stride = 0
+        if kind == PACKETS:
+            n = _packets(piece.bytes)
+            stride = 0 if self.in_turn else -(-n // 8) * 8
+            where = (0, arena.take(16 * (n + stride)))
+        elif where is None:
+            where = (0, arena.take(piece.bytes))
+        return _Incoming(piece, kind, blocks, *where, stride, 0, self._counted + 8 * number)
 
     @property
     def rows(self) -> tuple[int, list[int]]:
@@ -275,7 +276,8 @@ class Plan:
                 "version of fserver on both sides"
             ) from error
 
-    def _check(self, peer: int, theirs: dict[str, Any]) -> None:
+    def _same(self, peer: int, theirs: dict[str, Any]) -> None:
+        """Checks that both sides have the same mode and as many tensors."""
         if theirs["mode"] != self.mode:
             raise ConfigError(
                 f"channel: mode is {self.mode!r} here and {str(theirs['mode'])[:16]!r} at peer "
@@ -297,6 +299,9 @@ class Plan:
                 f"channel: this side receives {len(self._incoming[peer])} tensors from peer "
                 f"{peer}, which sends {len(theirs['out'])}: give the same tensors on both sides"
             )
+
+    def _check(self, peer: int, theirs: dict[str, Any]) -> None:
+        self._same(peer, theirs)
         numbers = [*theirs["out"]]
         for entry in theirs["in"]:
             numbers += [*entry["at"], *(entry[name] for name in _NUMBERS)]
