@@ -17,7 +17,7 @@ from channels import MS, OfGpu, both
 from nodes import LIMIT, Cluster, eventually, in_thread, together
 
 import fserver
-from fserver.channel import channel, opener
+from fserver.channel import channel, opener, opening
 
 
 class FakeSide:
@@ -60,8 +60,8 @@ class FakeSide:
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[FakeSide]]:
     local, made = threading.local(), []
-    monkeypatch.setattr(opener, "_direct", lambda mode, device: getattr(local, "gpu", False))
-    monkeypatch.setattr(opener, "_gpu", lambda *_: made.append(FakeSide()) or made[-1])
+    monkeypatch.setattr(opening, "_direct", lambda mode, device: getattr(local, "gpu", False))
+    monkeypatch.setattr(opening, "_gpu", lambda *_: made.append(FakeSide()) or made[-1])
     return local, made
 
 
@@ -190,12 +190,12 @@ def test_a_side_that_cannot_be_made_says_so(
     """The other one does not wait for it, and has an error of the same kind. Who has said so is
     told nothing: it may have opened the channel again."""
     local, opened = threading.local(), threading.Event()
-    begin, refuse = opener.Opener._begin, opener.Opener._refuse
+    begin, refuse = opener.Opener._begin, opening.Opening.refuse
     told = {}
 
-    def refused(self: Any, handle: int, mode: str, peers: Any, error: BaseException) -> None:
-        told[local.role] = list(peers)
-        refuse(self, handle, mode, told[local.role], error)
+    def refused(self: Any, error: BaseException) -> None:
+        told[local.role] = list(self.waiting)
+        refuse(self, error)
 
     def begun(self: Any, *args: Any) -> Any:
         found = begin(self, *args)
@@ -210,9 +210,9 @@ def test_a_side_that_cannot_be_made_says_so(
         return FakeSide()
 
     monkeypatch.setattr(opener.Opener, "_begin", begun)
-    monkeypatch.setattr(opener.Opener, "_refuse", refused)
-    monkeypatch.setattr(opener, "_direct", lambda mode, device: True)
-    monkeypatch.setattr(opener, "_gpu", made)
+    monkeypatch.setattr(opening.Opening, "refuse", refused)
+    monkeypatch.setattr(opening, "_direct", lambda mode, device: True)
+    monkeypatch.setattr(opening, "_gpu", made)
     x, y = torch.ones(8), torch.empty(8)
 
     def call(role: str) -> str:
@@ -265,7 +265,7 @@ def test_opening_in_a_capture(
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        patch.setattr(opener, "_direct", lambda mode, device: True)
+        patch.setattr(opening, "_direct", lambda mode, device: True)
         patch.setattr(opener, "_like", lambda tensors: pytest.fail("it has allocated"))
         patch.setattr(opener.Opener, "_begin", lambda *_: pytest.fail("it has begun"))
         for call in (w, s):
