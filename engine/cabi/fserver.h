@@ -361,10 +361,10 @@ typedef struct fs_carried {
   int64_t *rows;      // worker: how many rows of each of out are to be sent
   int64_t *counts;    // server: takes how many rows of each of in have come
   int64_t timeout_ns; // of a stream that waits for one message
-  // 1: what a worker pushes is received in the `in` of the servers, each tensor in that
-  // which has its key for that worker. These keys are used by nothing else, at workers
-  // and servers, and servers tell of their side after this call. 0: a server receives it
-  // elsewhere, and its CPU copies it to `in`, which is on the CPU then.
+  // 1: a server receives what a worker pushes in the tensor of `in` that has its key, among
+  // those of this worker. Nothing else uses these keys, on either side, and a server tells
+  // of its side after this call. 0: a server receives it elsewhere, and its CPU copies it
+  // to `in`, which is on the CPU then.
   int32_t lands;
 } fs_carried;
 

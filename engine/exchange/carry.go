@@ -26,8 +26,8 @@ type Asking struct {
 }
 
 // Carry makes the worker's side of a channel. rows has the rows to send of each push tensor. own says that the keys of push
-// are the channel's alone, as the servers were told that have them land. It
-// registers the memory of the tensors, which may block. Safe from any goroutine.
+// are the channel's alone: servers receive them in tensors of the channel. It registers the memory of the tensors, which may
+// block. Safe from any goroutine.
 func (w *Worker) Carry(channel string, push, pull []Tensor, own bool, rows []atomic.Int64) (*Asking, error) {
 	a := &Asking{w: w, on: channel, own: own, push: owned(push), pull: owned(pull), rows: rows}
 	for i := range a.push {
@@ -168,8 +168,8 @@ type Answering struct {
 
 // Carry makes the server's side of a channel. into are the tensors that the workers' go to, those of
 // worker 0 first, and counts takes their rows; out are the answers. With lands, what a worker pushes through the channel with
-// the key of one of into is received in that tensor, and else it is copied to it by the CPU. Those keys are no others', and no worker
-// knows them yet. The memory is registered, which may block. Safe from any goroutine.
+// the key of one of into is received in that tensor. Otherwise the CPU copies it there. Nothing else has those keys, and no
+// worker pushes with them before Carry has returned. It registers the memory, which may block. Safe from any goroutine.
 func (s *Server) Carry(l *Arrivals, into, out []Tensor, lands bool, counts []atomic.Int64) (*Answering, error) {
 	k := len(s.clients)
 	if len(into)%k != 0 || len(out)%k != 0 {

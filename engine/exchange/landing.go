@@ -7,8 +7,8 @@ import (
 )
 
 // landing is memory of a channel in which a server receives what one worker pushes through the channel: receive buffers
-// whose keys are the channel's own. A worker may write there until it has closed its side or is lost. All but the first
-// registration is for the owner.
+// whose keys are the channel's own. A worker may write there until it has closed its side or is lost. All but land is for
+// the owner.
 type landing struct {
 	client   *client
 	channel  string
@@ -28,8 +28,8 @@ func (l *landing) has(r *Request, j int) bool {
 	return l != nil && r.keys[j] != nil && r.keys[j] == l.keys[j]
 }
 
-// land registers the memory of tensors that worker i is to write to. It may block.
-// With an error, what was registered is still to be released.
+// land registers the memory of tensors that worker i is to write to. It may block. If it returns a landing with an error, that
+// has registered some of them, and is to be released.
 func (s *Server) land(i int, channel string, into []Tensor) (*landing, error) {
 	l := &landing{client: s.clients[i], channel: channel, keys: make([]*receiver, len(into))}
 	s.keys.mu.Lock()

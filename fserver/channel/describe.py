@@ -163,7 +163,7 @@ def read(peer: int, received: str) -> dict[str, Any]:
         if theirs["mode"] not in MODES or not isinstance(theirs["device"], str):
             raise ValueError
         lands = theirs.get("lands", 0)
-        if type(lands) not in (int, bool) or lands > 1 and not LANDING <= lands < LANDING << 1:
+        if type(lands) not in (int, bool) or lands not in (0, 1) and not LANDING <= lands < 1 << 63:
             raise ValueError
         for way in ("out", "in"):
             if len(theirs[way]) > MOST_TENSORS:

@@ -256,7 +256,7 @@ class ServerOpening(Opening):
             reasons = [describe.apart(i, here, t["device"]) for i, t in enumerate(theirs)]
         path = how.mode if _direct(how.mode, device) and not any(reasons) else "host"
         firsts = [t.get("lands", 0) for t in theirs]
-        lands = path == "host" and _streams(device) and all(firsts)
+        lands = path == "host" and _streams(device) and min(firsts) >= describe.LANDING
         if path == "host":
             self._carry(into, shares, firsts, lands)
         else:

@@ -17,7 +17,7 @@ from channels import MS, OfGpu, both
 from nodes import LIMIT, Cluster, eventually, in_thread, together
 
 import fserver
-from fserver.channel import channel, opener, opening
+from fserver.channel import channel, describe, opener, opening
 
 
 class FakeSide:
@@ -182,6 +182,37 @@ def test_the_engine_lets_go_of_a_side_that_is_closed(
     pair.worker.close()
     pair.server.close()
     assert [side.word for side in made] == [7] * len(made)
+
+
+@pytest.mark.parametrize("how", ["closes", "leaves", "says nothing"])
+def test_a_worker_that_does_not_say_which_path(
+    pair: Cluster, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """A server that reaches its GPU waits for that, and no longer than for a side that is not
+    opened."""
+    monkeypatch.setattr(opening, "_direct", lambda mode, device: True)
+    monkeypatch.setattr(opening, "_gpu", lambda *_: FakeSide())
+    node, z = pair.worker._node, torch.ones(8)
+    limit = 500 if how == "says nothing" else MS
+    serving = in_thread(lambda: pair.server.channel([0], [z], [1], name="it", timeout_ms=limit))
+    handle = node.channel_open("it")
+    tensors = [[key, "float32", [8]] for key in (0, 1)]
+    node.channel_tell(handle, 0, describe.text("kernel", "cpu", tensors[:1], tensors[1:]))
+    assert '"path": "kernel"' in node.channel_text(handle, 0, MS)
+    if how == "closes":
+        node.channel_close(handle, 0, "")
+    elif how == "leaves":
+        pair.worker.close()
+    error = serving.exception(LIMIT)
+    kinds = {"closes": fserver.ClosedError, "says nothing": fserver.TimeoutError}
+    assert isinstance(error, kinds.get(how, fserver.Error)), error
+
+
+@pytest.mark.parametrize("first", [-5, 2, 1 << 63, 1.5, None, "1", [1]])
+def test_keys_that_are_none_of_a_landing(first: Any) -> None:
+    text = describe.text("host", "cpu", [], [], lands=first)
+    with pytest.raises(fserver.Error, match="peer 3 describes its side in a malformed message"):
+        describe.read(3, text)
 
 
 @pytest.mark.parametrize("kind", [fserver.Error, fserver.ConfigError])
