@@ -41,13 +41,7 @@ func (c *Conn) Post(ops []transport.Op) (n int, err error) {
 	case c.hup:
 		return 0, c.Because(c.parting())
 	}
-	for n < len(ops) {
-		taken, bad := c.tx.push(&ops[n])
-		if err = bad; !taken {
-			break
-		}
-		n++
-	}
+	n, err = link.Take(ops, c.tx.push)
 	if c.tx.unsent() {
 		c.f.send(c)
 		if c.f.slept && (c.Err != nil || c.tx.unsent()) && c.rest() {

@@ -254,18 +254,8 @@ func (r *region) closeFDs() {
 	r.fds = nil
 }
 
-// Deregister implements transport.Fabric. The key of a region that can be mapped ends when the copies to it
-// have ended and inner has let go of it.
-func (f *Fabric) Deregister(k transport.Key) {
-	f.remove(k)
-	f.Fabric.Deregister(k)
-}
-
-// remove takes a key out of the table, if it is there, and notes who may be about to
-// write there.
-func (f *Fabric) remove(k transport.Key) {
-	f.Lock()
-	defer f.Mu.Unlock()
+// Remove implements over.Layer. It takes a key out of the table, and notes who may be about to write there.
+func (f *Fabric) Remove(k transport.Key) {
 	r := f.regions[k.ID]
 	if r == nil || r.key.Token != k.Token || f.Closed {
 		return

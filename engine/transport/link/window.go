@@ -75,6 +75,16 @@ func (b *Bytes) Trim(limit int) {
 	}
 }
 
+// Take has take queue operations in order, up to one for which there is no room or that is wrong. n of them are queued.
+func Take(ops []transport.Op, take func(*transport.Op) (bool, error)) (n int, err error) {
+	for taken := true; taken && n < len(ops); {
+		if taken, err = take(&ops[n]); taken {
+			n++
+		}
+	}
+	return n, err
+}
+
 // Check returns how many bytes a frame or a write has, or why the transport called kind can never
 // take it.
 func Check(kind string, op *transport.Op) (n uint64, err error) {

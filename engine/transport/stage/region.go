@@ -124,17 +124,8 @@ func (f *Fabric) admit(r *region) error {
 	return nil
 }
 
-// Deregister implements transport.Fabric. The key of a region of the GPU ends when the copies to it
-// have ended and inner has let go of its shadow.
-func (f *Fabric) Deregister(k transport.Key) {
-	f.remove(k)
-	f.Fabric.Deregister(k)
-}
-
-// remove forgets a key of GPU memory, if it is one.
-func (f *Fabric) remove(k transport.Key) {
-	f.Lock()
-	defer f.Mu.Unlock()
+// Remove implements over.Layer.
+func (f *Fabric) Remove(k transport.Key) {
 	f.direct.drop(k)
 	if r := f.regions[k.ID]; r != nil && r.key.Token == k.Token && !f.Closed {
 		delete(f.regions, k.ID)

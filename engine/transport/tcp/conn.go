@@ -36,13 +36,7 @@ func (c *Conn) Post(ops []transport.Op) (n int, err error) {
 	if c.txErr != nil {
 		return 0, c.Because(c.txErr)
 	}
-	for n < len(ops) {
-		taken, bad := c.tx.push(&ops[n])
-		if err = bad; !taken {
-			break
-		}
-		n++
-	}
+	n, err = link.Take(ops, c.tx.push)
 	if c.Unsent() && !c.armed {
 		c.f.send(c)
 	}

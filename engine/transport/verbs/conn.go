@@ -60,20 +60,15 @@ func (c *Conn) Post(ops []transport.Op) (int, error) {
 		return 0, nil
 	}
 	defer c.f.Owner.Unlock()
-	n := 0
-	for c.Err == nil && n < len(ops) {
-		taken, err := c.take(&ops[n])
-		if err != nil {
-			c.pump()
-			return n, err
-		}
-		if !taken {
-			break
-		}
-		n++
+	if c.Err != nil {
+		return 0, c.Err
 	}
+	n, err := link.Take(ops, c.take)
 	c.pump()
-	return n, c.Err
+	if err == nil {
+		err = c.Err
+	}
+	return n, err
 }
 
 // Unsent implements transport.Conn.

@@ -72,7 +72,7 @@ func (c *Conn) take(op *transport.Op) (bool, error) {
 		return false, err
 	}
 	c.prepare()
-	if t.cur.active || t.Full() {
+	if c.Err != nil || t.cur.active || t.Full() {
 		return false, nil
 	}
 	switch {

@@ -22,6 +22,8 @@ import (
 type Layer interface {
 	// Wrap makes the Conn over one of inner's, whose Path it begins.
 	Wrap(in transport.Conn) Conn
+	// Remove forgets the key of a region of the Layer, if it is one, and calls End.
+	Remove(k transport.Key)
 	// Waits reports whether copies are under way that are not of one Conn.
 	Waits() bool
 	// Proceed goes on with what is not of one Conn. Nobody is in the driver.
@@ -149,6 +151,15 @@ func (b *Base) forget(c Conn, in transport.Conn) {
 	delete(b.Conns, in)
 	b.last, b.lastIn = nil, nil
 	b.Tracked.Add(-1)
+}
+
+// Deregister implements transport.Fabric. The key of a region of the Layer ends when the copies to it have ended, and
+// inner has let go of its own.
+func (b *Base) Deregister(k transport.Key) {
+	b.Lock()
+	b.layer.Remove(k)
+	b.Mu.Unlock()
+	b.Fabric.Deregister(k)
 }
 
 // End begins the end of a key: EvFreed comes when its memory is quiet and inner has let go of it.

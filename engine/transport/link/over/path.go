@@ -133,13 +133,8 @@ func (c *Path[I]) Post(ops []transport.Op) (n int, err error) {
 		c.base.refused = true
 		return n, nil
 	}
-	for n < len(ops) {
-		taken, bad := c.own.Take(&ops[n])
-		if err = bad; !taken {
-			break
-		}
-		n++
-	}
+	more, err := link.Take(ops[n:], c.own.Take)
+	n += more
 	if !c.Line.Empty() {
 		c.own.Advance()
 		c.Wake()
