@@ -14,7 +14,9 @@
 #   WAIT=600          how long one host waits for the other one
 #   SIZES=64,4K,...   bytes of a tensor in the step bytes
 #   ITERS=1000        messages of each size for perftest
-#   STEPS="..."       which steps, in this order: doctor peer bytes gpu layers tcp perftest nccl nixl ucx; the same on both
+#   STEPS="..."       which steps, in this order: doctor tests peer bytes gpu layers tcp perftest nccl nixl ucx; the same on both
+#   TEST_DEVICES=A,B  two RDMA devices of this host for the step tests, which reach each other (the first one, with itself)
+#   GO=go             the toolchain for the step tests
 #   PYTHON=python3    which has fserver, psutil and rich
 #
 # The exit status is 1 if a step failed. A step that cannot run is skipped, with the reason.
@@ -32,7 +34,7 @@ if [[ ! $role ]]; then
 fi
 port=${PORT:-7471} limit=${SECONDS_EACH:-120} python=${PYTHON:-python3}
 results=${RESULTS:-rdma-check-$(hostname)-$role}
-steps=${STEPS:-doctor peer bytes gpu layers tcp perftest nccl nixl ucx}
+steps=${STEPS:-doctor tests peer bytes gpu layers tcp perftest nccl nixl ucx}
 wait=${WAIT:-600}
 export FSERVER_TRANSPORT=${TRANSPORT:-${FSERVER_TRANSPORT:-auto}} PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$results"
@@ -144,6 +146,21 @@ doctor() {
   found=$(grep -E '^ *(yes|no|note) +verbs' "$results/doctor.log" | head -n 1 | tr -s ' ')
   line ok doctor "${found# }"
 }
+tests() { # of the repository, over RDMA devices of this host
+  local devices=${TEST_DEVICES:-} go=${GO:-go}
+  if [[ ! $devices ]]; then devices=$(find /sys/class/infiniband -mindepth 1 -printf '%f\n' 2>/dev/null | sort | head -n 1); fi
+  if [[ ! $devices ]]; then
+    line skip tests "this host has no RDMA device"
+  elif ! has "$go" || [[ ! -e $here/../go.mod ]]; then
+    line skip tests "needs a checkout of fserver and the Go toolchain (GO=PATH)"
+  else
+    # shellcheck disable=SC2016 # of the inner bash
+    limit=$((2 * limit)) try tests env FSERVER_TEST_RDMA="$devices" bash -c 'cd "$1" && "$0" test -count=1 -v ./cshim/verbs &&
+      "$0" test -count=1 -v -short -run "TestContract$|TestKilledPeer|TestVerbs" -skip TestVerbsGPU ./engine/transport/verbs ./engine/node' \
+      "$go" "$here/.." || return
+    line ok tests "$(grep -c '^ *--- PASS' "$results/tests.log") passed, $(grep -c '^ *--- SKIP' "$results/tests.log") skipped, over $devices"
+  fi
+}
 peer() {
   if [[ $role == server ]]; then
     if kill -0 "$listener" 2>/dev/null; then line ok peer "answers the doctor of the client (listen.log)"; else line FAIL peer "$(tail -n 1 "$results/listen.log")"; fi
@@ -177,10 +194,15 @@ perftest() {
 }
 ucx() {
   both ucx ucx || return
-  [[ $role == server ]] || sleep 1
-  # shellcheck disable=SC2046
-  try ucx ucx_perftest -t ucp_put_lat -s 917504 -n 1000 -p $((port + 7)) $([[ $role == server ]] || echo "$server") || return
-  line ok ucx "$(tail -n 1 "$results/ucx.log" | tr -s ' ')"
+  local bytes found=""
+  for bytes in 4096 917504 1835008; do
+    meet "ucx $bytes" "$((limit + 30))"
+    [[ $role == server ]] || sleep 1 # until it listens
+    # shellcheck disable=SC2046
+    try ucx ucx_perftest -t ucp_put_lat -s "$bytes" -n 1000 -p $((port + 7)) $([[ $role == server ]] || echo "$server") || return
+    found+="; $bytes B: $(tail -n 1 "$results/ucx.log" | tr -s ' ')"
+  done
+  line ok ucx "${found#; }"
 }
 
 facts
@@ -200,6 +222,7 @@ for step in $steps; do
   began=$SECONDS
   case $step in
   doctor) doctor ;;
+  tests) tests ;;
   peer) peer ;;
   perftest) perftest ;;
   ucx) ucx ;;

@@ -74,6 +74,7 @@ int cs_ib_qp_create(cs_ib_device *d, cs_ib_cq cq, cs_ib_room *room,
   a.cap.max_send_wr = (uint32_t)room->send;
   a.cap.max_recv_wr = (uint32_t)room->recv;
   a.cap.max_send_sge = a.cap.max_recv_sge = 1;
+  a.cap.max_inline_data = (uint32_t)room->inlined;
   errno = 0;
   struct ibv_qp *q = cs_ib.create_qp(d->parent, &a);
   if (!q)
@@ -92,6 +93,7 @@ int cs_ib_qp_create(cs_ib_device *d, cs_ib_cq cq, cs_ib_room *room,
   }
   room->send = (int32_t)a.cap.max_send_wr;
   room->recv = (int32_t)a.cap.max_recv_wr;
+  room->inlined = (int32_t)a.cap.max_inline_data;
   *qp = (cs_ib_qp)q;
   *number = q->qp_num;
   return 0;
@@ -185,6 +187,7 @@ int cs_ib_post_send(cs_ib_qp qp, const cs_ib_wr *requests, int count,
                 : f->op == CS_IB_READ ? IBV_WR_RDMA_READ
                                       : IBV_WR_SEND;
     w->send_flags = f->flags & CS_IB_SIGNALED ? IBV_SEND_SIGNALED : 0;
+    w->send_flags |= f->flags & CS_IB_INLINE ? IBV_SEND_INLINE : 0;
     w->wr.rdma.remote_addr = f->remote;
     w->wr.rdma.rkey = f->rkey;
   }

@@ -65,8 +65,9 @@ enum { /* of cs_ib_register, joined by | */
 
 typedef struct {
   int32_t send, recv;
-  int32_t port;  /* from 1 */
-  bool readable; /* the peer will be able to read, and not to write */
+  int32_t port;    /* from 1 */
+  int32_t inlined; /* bytes that one request may carry by itself */
+  bool readable;   /* the peer will be able to read, and not to write */
 } cs_ib_room;
 
 typedef struct { /* to the peer's queue pair */
@@ -85,7 +86,11 @@ typedef struct { /* to the peer's queue pair */
 } cs_ib_path;
 
 enum { CS_IB_SEND = 1, CS_IB_WRITE = 2, CS_IB_READ = 3 };
-enum { CS_IB_SIGNALED = 1 };
+enum { /* joined by | */
+       CS_IB_SIGNALED = 1,
+       CS_IB_INLINE = 2, /* post_send copies the bytes, which the CPU reads; no
+                            lkey is needed */
+};
 
 typedef struct {
   uint64_t address;

@@ -16,13 +16,14 @@ import (
 type Room struct {
 	Send, Recv int32 // requests in each queue
 	Port       int32 // of the device, from 1
+	Inline     int32 // bytes that a request may carry by itself. A wish: there may be fewer
 	Readable   bool  // the peer can read, and not write
 }
 
 // A QP is a reliable connected queue pair.
 type QP struct {
 	Number uint32
-	Room   Room // at least what was wanted
+	Room   Room // at least what was wanted, but for Inline
 	c      C.cs_ib_qp
 }
 
@@ -30,6 +31,10 @@ type QP struct {
 func (d *Device) NewQP(cq *CQ, want Room) (*QP, error) {
 	q := &QP{Room: want}
 	rc := C.cs_ib_qp_create(d.c, cq.c, (*C.cs_ib_room)(unsafe.Pointer(&q.Room)), &q.c, (*C.uint32_t)(&q.Number))
+	if errno(rc) == unix.EINVAL && want.Inline > 0 {
+		want.Inline = 0
+		return d.NewQP(cq, want)
+	}
 	if rc != 0 {
 		return nil, failed(rc, "create a queue pair of %d and %d requests on %s", want.Send, want.Recv, d.Name)
 	}
@@ -103,8 +108,12 @@ const (
 type Flags uint8
 
 // A request that is not Signaled completes only if it fails, and is over when a
-// later one of its queue pair has completed.
-const Signaled Flags = C.CS_IB_SIGNALED
+// later one of its queue pair has completed. PostSend copies what is Inline: the bytes need no key, and the NIC does
+// not read memory. The CPU must be able to read them.
+const (
+	Signaled Flags = C.CS_IB_SIGNALED
+	Inline   Flags = C.CS_IB_INLINE
+)
 
 // A Request is one thing to do for a queue pair.
 type Request struct {

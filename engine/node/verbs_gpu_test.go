@@ -38,7 +38,7 @@ func TestVerbsGPUStaged(t *testing.T) {
 		t.Skip("FSERVER_TEST_DMABUF is set, and with it the NIC takes memory of the GPU")
 	}
 	m, g, _ := newGPUNICs(t, func(*fakegpu.GPU) {
-		if os.Getenv("FSERVER_TEST_RDMA") == "" {
+		if !fakeverbs.Real() {
 			fakeverbs.Set("dmabuf", 0)
 		}
 	})
@@ -54,7 +54,7 @@ func TestVerbsGPUStaged(t *testing.T) {
 // TestVerbsGPUDirect: the NIC reads and writes memory of the GPU by itself; also where the GPU does not order
 // what NICs write, which takes a read behind it.
 func TestVerbsGPUDirect(t *testing.T) {
-	if os.Getenv("FSERVER_TEST_RDMA") != "" && os.Getenv("FSERVER_TEST_DMABUF") == "" {
+	if fakeverbs.Real() && os.Getenv("FSERVER_TEST_DMABUF") == "" {
 		t.Skip("FSERVER_TEST_DMABUF is not set, and a real NIC does not take memory of a GPU that is played")
 	}
 	for name, ordering := range map[string]int32{"ordered": cuda.OwnerOrdering, "read back": 0} {
@@ -65,7 +65,7 @@ func TestVerbsGPUDirect(t *testing.T) {
 			}
 			m, g, _ := newGPUNICs(t, func(g *fakegpu.GPU) {
 				g.NIC.Ordering = ordering
-				if ordering == 0 && os.Getenv("FSERVER_TEST_RDMA") == "" {
+				if ordering == 0 && !fakeverbs.Real() {
 					fakeverbs.Set("late", 1)
 				}
 			})
@@ -80,7 +80,7 @@ func TestVerbsGPUDirect(t *testing.T) {
 
 // TestVerbsGPURefused: of memory of the GPU that the NIC refuses, links() says why, and one line of the log.
 func TestVerbsGPURefused(t *testing.T) {
-	if os.Getenv("FSERVER_TEST_RDMA") != "" {
+	if fakeverbs.Real() {
 		t.Skip("only the fake library refuses it")
 	}
 	for name, c := range map[string]struct {
@@ -133,9 +133,8 @@ func (g *copyGPU) Enqueue(s cuda.Stream, e cuda.Event, copies []cuda.Copy, flag,
 // are like. The warnings are the worker's.
 func newGPUNICs(t *testing.T, set func(*fakegpu.GPU)) (*mesh, *copyGPU, *observer.ObservedLogs) {
 	newNICs(t)
-	devices, g := [2]string{"rxe0", "rxe1"}, &copyGPU{GPU: fakegpu.New()}
-	if os.Getenv("FSERVER_TEST_RDMA") == "" {
-		devices = [2]string{"fake0", "fake1"}
+	devices, g := fakeverbs.Devices(), &copyGPU{GPU: fakegpu.New()}
+	if !fakeverbs.Real() {
 		t.Cleanup(fakeverbs.Reset)
 	}
 	set(g.GPU)

@@ -27,7 +27,7 @@ type nics struct {
 
 func newNICs(t testing.TB) *nics {
 	err := library()
-	if os.Getenv("FSERVER_TEST_RDMA") != "" {
+	if fakeverbs.Real() {
 		require.NoError(t, err)
 		return &nics{}
 	}
@@ -40,7 +40,7 @@ func newNICs(t testing.TB) *nics {
 
 // library opens the library of these tests, before something opens another one.
 func library() error {
-	if os.Getenv("FSERVER_TEST_RDMA") != "" {
+	if fakeverbs.Real() {
 		return rdma.Open(os.Getenv("FSERVER_TEST_DMABUF"))
 	}
 	path, err := fakeverbs.Library()
@@ -55,12 +55,12 @@ func (n *nics) open(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]tran
 	if err != nil || cfg.Role == conf.Scheduler {
 		return []transport.Fabric{base}, err
 	}
-	o := verbs.Options{Device: map[conf.Role]string{conf.Worker: "rxe0", conf.Server: "rxe1"}[cfg.Role]}
-	if os.Getenv("FSERVER_TEST_RDMA") == "" {
+	devices := fakeverbs.Devices()
+	o := verbs.Options{Device: map[conf.Role]string{conf.Worker: devices[0], conf.Server: devices[1]}[cfg.Role]}
+	if !fakeverbs.Real() {
 		if o.Library, err = fakeverbs.Library(); err != nil {
 			return nil, err
 		}
-		o.Device = map[conf.Role]string{conf.Worker: "fake0", conf.Server: "fake1"}[cfg.Role]
 	}
 	o.Gate = g
 	if cfg.Role == conf.Server {
@@ -79,7 +79,7 @@ func (n *nics) open(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]tran
 // directNICs has the NICs of the fake library take memory of g, which sees what they write after a read only. The func
 // returns how many reads there were.
 func directNICs(t testing.TB, g *fakegpu.GPU) func() int {
-	if os.Getenv("FSERVER_TEST_RDMA") != "" {
+	if fakeverbs.Real() {
 		t.Skip("the GPU is that of tests, which only the fake library reaches")
 	}
 	newNICs(t)
@@ -155,7 +155,7 @@ func oneOf(t *testing.T, m *mesh, rows int, seed byte) {
 
 // registrations is how many the fake library has made.
 func registrations() int {
-	if os.Getenv("FSERVER_TEST_RDMA") != "" {
+	if fakeverbs.Real() {
 		return 0
 	}
 	return fakeverbs.Count("registered")

@@ -3,7 +3,6 @@ package node
 import (
 	"encoding/json"
 	"errors"
-	"os"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -11,6 +10,7 @@ import (
 	"go.uber.org/zap/zaptest/observer"
 	"golang.org/x/sys/unix"
 
+	"fserver/cshim/verbs/fakeverbs"
 	"fserver/engine/conf"
 	"fserver/engine/transport"
 	"fserver/engine/transport/all"
@@ -34,7 +34,7 @@ func eachWay(t *testing.T, test func(t *testing.T, way ...string)) {
 		{"tcp", []string{"FSERVER_TRANSPORT=tcp"}},
 		{"cma", []string{"FSERVER_TRANSPORT=cma", "FSERVER_CMA=direct"}},
 		{"cma staged", []string{"FSERVER_TRANSPORT=cma", "FSERVER_CMA=staged"}},
-		{"verbs", []string{"FSERVER_TRANSPORT=verbs", "FSERVER_RDMA_DEVICE=" + device()}},
+		{"verbs", []string{"FSERVER_TRANSPORT=verbs", "FSERVER_RDMA_DEVICE=" + fakeverbs.Devices()[0]}},
 	} {
 		for _, mode := range []string{"caller", "thread"} {
 			t.Run(w.name+" "+mode, func(t *testing.T) {
@@ -48,14 +48,6 @@ func eachWay(t *testing.T, test func(t *testing.T, way ...string)) {
 			})
 		}
 	}
-}
-
-// device is an RDMA device that there is with newNICs.
-func device() string {
-	if os.Getenv("FSERVER_TEST_RDMA") != "" {
-		return "rxe0"
-	}
-	return "fake0"
 }
 
 // skipWithoutCMA skips where the kernel lets no process write into another.

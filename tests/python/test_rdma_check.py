@@ -73,7 +73,7 @@ def states(out: str) -> dict[str, str]:
 
 @pytest.mark.long
 def test_two_hosts(spaces: dict[str, str], tmp_path: Path) -> None:
-    steps = {"STEPS": "doctor peer bytes layers tcp perftest gpu nccl nixl"}
+    steps = {"STEPS": "doctor tests peer bytes layers tcp perftest gpu nccl nixl"}
     both = {role: start(spaces, role, tmp_path / role, **steps) for role in HOSTS}
     out = {role: process.communicate(timeout=300)[0] for role, process in both.items()}
     for role, process in both.items():
@@ -82,7 +82,8 @@ def test_two_hosts(spaces: dict[str, str], tmp_path: Path) -> None:
         assert [found[s] for s in ("start", "doctor", "peer", "bytes", "layers", "tcp")] == [
             "ok"
         ] * 6
-        assert "skip" == found["perftest"] == found["nixl"], out[role]
+        assert "skip" == found["tests"] == found["perftest"] == found["nixl"], out[role]
+        assert "this host has no RDMA device" in out[role]
         assert "only if both hosts have it: nixl" in out[role]
         assert len(out[role].splitlines()) < 25, "it fits on a screen"
         with tarfile.open(tmp_path / f"{role}.tar.gz") as packed:
@@ -204,3 +205,50 @@ def test_usage() -> None:
     for words in ([], ["client"], ["other"]):
         done = subprocess.run([SCRIPT, *words], capture_output=True, text=True)
         assert done.returncode == 2 and "rdma_check.sh client SERVER" in done.stdout
+
+
+# What plays the toolchain and UCX's benchmark: it says how it was called, and fails if FAILS is in that.
+PLAYED = """#!/bin/sh
+all="$(basename "$0") $* over $FSERVER_TEST_RDMA"
+echo "$all"
+case "$all" in *"$FAILS"*) exit 3 ;; esac
+echo "--- PASS: TestOne (0.00s)"
+echo "    --- PASS: TestOne/half (0.00s)"
+echo "--- SKIP: TestTwo (0.00s)"
+"""
+
+
+def played(spaces: dict[str, str], tmp_path: Path, **more: str) -> dict[str, str]:
+    """What both roles print, on hosts that have go and ucx_perftest."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("go", "ucx_perftest"):
+        (tools / name).write_text(PLAYED)
+        (tools / name).chmod(0o755)
+    more = {"PATH": f"{tools}:{os.environ['PATH']}", "FAILS": "nothing", **more}
+    both = {role: start(spaces, role, tmp_path / role, **more) for role in HOSTS}
+    return {role: process.communicate(timeout=100)[0] for role, process in both.items()}
+
+
+def test_tests(spaces: dict[str, str], tmp_path: Path) -> None:
+    """Each host runs the tests of the repository over its own devices."""
+    out = played(spaces, tmp_path, STEPS="tests", TEST_DEVICES="mlx5_0,mlx5_1")
+    for role in HOSTS:
+        assert re.search("ok +tests .* 4 passed, 2 skipped, over mlx5_0,mlx5_1", out[role]), out
+        log = (tmp_path / role / "tests.log").read_text()
+        assert "./engine/transport/verbs ./engine/node over mlx5_0,mlx5_1" in log
+
+
+def test_tests_fail(spaces: dict[str, str], tmp_path: Path) -> None:
+    out = played(spaces, tmp_path, STEPS="tests", TEST_DEVICES="rxe0", FAILS="./engine/node")
+    for role in HOSTS:
+        assert re.search("FAIL +tests", out[role]), out
+
+
+def test_ucx(spaces: dict[str, str], tmp_path: Path) -> None:
+    """UCX's own benchmark runs with the sizes of a layer, the last of which is 1.75 MiB."""
+    out = played(spaces, tmp_path, STEPS="ucx")
+    for role in HOSTS:
+        assert states(out[role])["ucx"] == "ok", out
+        log = (tmp_path / role / "ucx.log").read_text()
+        assert "-s 1835008" in log and (HOSTS["server"] in log) == (role == "client")

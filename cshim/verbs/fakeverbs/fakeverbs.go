@@ -34,6 +34,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"sync"
 	"syscall"
 	"unsafe"
@@ -46,6 +47,18 @@ var build = sync.OnceValues(compile)
 
 // Library compiles the fake, once for the process, and gives its path. It is an error where libibverbs-dev is missing.
 func Library() (string, error) { return build() }
+
+// Real reports whether tests are to run over devices of this host, which FSERVER_TEST_RDMA=DEVICE,DEVICE names.
+func Real() bool { return os.Getenv("FSERVER_TEST_RDMA") != "" }
+
+// Devices are two that reach each other, of the fake or of this host. They may be one and the same.
+func Devices() [2]string {
+	if !Real() {
+		return [2]string{"fake0", "fake1"}
+	}
+	one, other, _ := strings.Cut(os.Getenv("FSERVER_TEST_RDMA"), ",")
+	return [2]string{one, cmp.Or(other, one)}
+}
 
 func compile() (string, error) {
 	const header = "/usr/include/infiniband/verbs.h"
@@ -164,7 +177,7 @@ func Unpeer(start, n uint64) {
 
 // Count is how many there are or have been: "contexts", "queues", "pairs", "regions", pairs that
 // send over "port1" and "port2" of a bond, and different "flows" of pairs, that exist; "tc", "sl", "mtu", "timeout" and "retries" of the
-// pair that was joined last; "registered", "dmabufs" and "relaxed" (of those), "reads", "doorbells", "requests", "receives", "polls" and
+// pair that was joined last; "registered", "dmabufs" and "relaxed" (of those), "reads", "doorbells", "requests", "inlined" (of those), "receives", "polls" and
 // "completions" so far.
 func Count(name string) int {
 	s := C.CString(name)

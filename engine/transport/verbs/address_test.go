@@ -134,7 +134,7 @@ func TestOneOfSeveral(t *testing.T) {
 // reopen opens both Fabrics anew.
 func (w *two) reopen(o Options) {
 	for i := range w.f {
-		o.Library, o.Device = library2(w.t), devices()[i]
+		o.Library, o.Device = library2(w.t), fakeverbs.Devices()[i]
 		w.f[i] = w.open(o)
 	}
 }
@@ -162,7 +162,7 @@ func TestFixedGID(t *testing.T) {
 	require.Equal(t, "fd00:77::1", w.f[0].at.gid().String())
 	a, _ := w.pair()
 	w.echo(a)
-	_, err := Open(Options{Library: library2(t), Device: devices()[0], Path: Path{Fixed: true, GID: 4}})
+	_, err := Open(Options{Library: library2(t), Device: fakeverbs.Devices()[0], Path: Path{Fixed: true, GID: 4}})
 	require.ErrorContains(t, err, "port 1 of fake0 has no GID with the index 4 (GID 0 fe80::1 (RoCE v1), GID 1 fe80::1 (RoCE v2), ")
 }
 

@@ -10,6 +10,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"fserver/cshim/verbs/fakeverbs"
 	"fserver/engine/transport"
 	"fserver/engine/transport/link"
 	"fserver/engine/transport/transporttest"
@@ -25,7 +26,7 @@ func TestKilledPeer(t *testing.T) {
 		idlePeer(t, transport.Addr(at))
 		return
 	}
-	f := onDevice(t, devices()[0], "127.0.0.1:0")
+	f := onDevice(t, fakeverbs.Devices()[0], "127.0.0.1:0")
 	var ev [16]transport.Event
 	until := func(kind transport.EventKind) transport.Event {
 		for end := time.Now().Add(30 * time.Second); time.Now().Before(end); {
@@ -73,7 +74,7 @@ func onDevice(t *testing.T, device, listen string) *Fabric {
 
 // idlePeer connects and waits to be killed.
 func idlePeer(t *testing.T, at transport.Addr) {
-	f := onDevice(t, devices()[1], "")
+	f := onDevice(t, fakeverbs.Devices()[1], "")
 	_, err := f.Connect(context.Background(), at)
 	require.NoError(t, err)
 	select {}

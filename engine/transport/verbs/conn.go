@@ -19,6 +19,7 @@ const (
 	slots     = 32      // that each side posts for frames, and has for what it sends
 	spare     = 4       // more, for messages without bytes, which return half of the credits: two at a time at most
 	sendRoom  = 128     // requests in a send queue
+	inlined   = 220     // bytes that a request carries by itself, if the device can; perftest asks for as many
 	bufBytes  = (2*slots + spare) * slotBytes
 
 	// flushLimit is for how long a Conn that has ended waits for what it has posted.

@@ -2,7 +2,6 @@ package verbs
 
 import (
 	"errors"
-	"os"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -29,15 +28,7 @@ func library(t testing.TB) string {
 	return path
 }
 
-func onHardware() bool { return os.Getenv("FSERVER_TEST_RDMA") != "" }
-
-// devices are two, which reach each other.
-func devices() [2]string {
-	if onHardware() {
-		return [2]string{"rxe0", "rxe1"}
-	}
-	return [2]string{"fake0", "fake1"}
-}
+func onHardware() bool { return fakeverbs.Real() }
 
 // TestContract opens each second Fabric on the other device. Sources are registered, as exchange
 // does it; TestLockedMemory sends one that is not.
@@ -49,7 +40,7 @@ func TestContract(t *testing.T) {
 		return transporttest.Bed{
 			Memory: all,
 			Open: func(o transporttest.Options) (transport.Fabric, error) {
-				opts := Options{Options: link.Options{Gate: o.Gate, Limits: o.Limits}, Library: lib, Device: devices()[opened%2]}
+				opts := Options{Options: link.Options{Gate: o.Gate, Limits: o.Limits}, Library: lib, Device: fakeverbs.Devices()[opened%2]}
 				if o.Listen {
 					opts.Listen = "127.0.0.1:0"
 				}

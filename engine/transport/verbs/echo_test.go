@@ -8,6 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	rdma "fserver/cshim/verbs"
+	"fserver/cshim/verbs/fakeverbs"
 	"fserver/engine/mem"
 	"fserver/engine/transport"
 )
@@ -24,7 +25,7 @@ func TestEcho(t *testing.T) {
 	lib := library(t)
 	for i := range w.f {
 		w.down[i] = map[transport.Conn]error{}
-		w.f[i] = w.open(Options{Library: lib, Device: devices()[i]})
+		w.f[i] = w.open(Options{Library: lib, Device: fakeverbs.Devices()[i]})
 	}
 	for _, size := range []int{4096, 1 << 20} {
 		if rounds[size] == 0 {

@@ -518,7 +518,7 @@ func TestIPv6(t *testing.T) {
 	w := newTwo(t)
 	fakeverbs.Set("gids", 1)
 	for i := range w.f {
-		w.f[i] = w.open(Options{Library: library2(t), Device: devices()[i]})
+		w.f[i] = w.open(Options{Library: library2(t), Device: fakeverbs.Devices()[i]})
 		require.Equal(t, []string{"fd00:77::1", "fd00:77::2"}[i], w.f[i].at.gid().String())
 	}
 	a, _ := w.pair()
@@ -552,7 +552,7 @@ func TestNumberUsedAgain(t *testing.T) {
 func TestNotFlushed(t *testing.T) {
 	w := newTwo(t)
 	for i := range w.f {
-		o := Options{Library: library2(t), Device: devices()[i]}
+		o := Options{Library: library2(t), Device: fakeverbs.Devices()[i]}
 		o.Limits.Stall = time.Hour
 		w.f[i] = w.open(o)
 	}

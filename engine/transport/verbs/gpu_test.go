@@ -98,7 +98,7 @@ func contractGPU(t *testing.T, peers bool) {
 		return transporttest.Bed{
 			Memory: all,
 			Open: func(o transporttest.Options) (transport.Fabric, error) {
-				opts := Options{Options: link.Options{Gate: o.Gate, Limits: o.Limits}, Library: lib, Device: devices()[opened%2], GPU: g}
+				opts := Options{Options: link.Options{Gate: o.Gate, Limits: o.Limits}, Library: lib, Device: fakeverbs.Devices()[opened%2], GPU: g}
 				if o.Listen {
 					opts.Listen = "127.0.0.1:0"
 				}
@@ -141,7 +141,7 @@ func newGPUPair(t *testing.T, set func(g *fakegpu.GPU)) *gpuPair {
 	t.Cleanup(func() { w.g.Empty(t) })
 	for i := range w.f {
 		w.down[i] = map[transport.Conn]error{}
-		w.f[i] = w.open(Options{Library: lib, Device: devices()[i], GPU: w.g})
+		w.f[i] = w.open(Options{Library: lib, Device: fakeverbs.Devices()[i], GPU: w.g})
 		require.Equal(t, mem.GPU(0), w.f[i].Caps().GPU, w.f[i].direct.why)
 	}
 	w.a, w.b = w.pair()

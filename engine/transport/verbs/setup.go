@@ -196,7 +196,7 @@ func (c *Conn) make() (err error) {
 		return err
 	}
 	c.registered = true
-	qp, err := f.dev.NewQP(f.cq, rdma.Room{Send: sendRoom, Recv: slots + spare, Port: c.at.number})
+	qp, err := f.dev.NewQP(f.cq, rdma.Room{Send: sendRoom, Recv: slots + spare, Port: c.at.number, Inline: inlined})
 	if err != nil {
 		return err
 	}

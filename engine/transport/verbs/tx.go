@@ -111,11 +111,17 @@ func (c *Conn) slot() (uint32, bool) {
 func (c *Conn) use(slot uint32, n int, w sendWR) {
 	t := &c.tx
 	w.r.From = rdma.Piece{Address: uint64(c.buf.Addr) + uint64(slot)*slotBytes, Len: uint32(n), LKey: c.mr.LKey}
+	if c.carries(uint64(n)) {
+		w.r.Flags = rdma.Inline
+	}
 	t.wrs[t.prepared%wrDepth] = w
 	t.prepared++
 	t.ends[slot] = t.prepared
 	t.slotAt++
 }
+
+// carries reports whether a request can carry n bytes by itself. Then the NIC need not fetch them.
+func (c *Conn) carries(n uint64) bool { return n <= uint64(c.qp.Room.Inline) }
 
 // send is the memory of a slot to send.
 func (c *Conn) send(slot uint32) []byte {
@@ -189,7 +195,11 @@ func (c *Conn) prepareWrite() bool {
 	w := sendWR{r: rdma.Request{Remote: cur.to.address + cur.at, RKey: rkey, Op: rdma.Write}}
 	src := mem.Span{Addr: cur.src[0].Addr + uintptr(cur.off), Len: cur.src[0].Len - cur.off}
 	n := min(src.Len, longest, there)
-	if lkey, here := c.f.local(src); here > 0 {
+	if cur.dev == mem.CPU && c.carries(n) {
+		w.r.From, w.r.Flags = rdma.Piece{Address: uint64(src.Addr), Len: uint32(n)}, rdma.Inline
+		t.wrs[t.prepared%wrDepth] = w
+		t.prepared++
+	} else if lkey, here := c.f.local(src); here > 0 {
 		n = min(n, here)
 		w.r.From = rdma.Piece{Address: uint64(src.Addr), Len: uint32(n), LKey: lkey}
 		t.wrs[t.prepared%wrDepth] = w
@@ -262,7 +272,7 @@ func (c *Conn) fill() (n int) {
 		b[n] = w.r
 		b[n].ID = c.number31()
 		if silent += w.r.From.Len; silent >= signalAt {
-			b[n].Flags = rdma.Signaled
+			b[n].Flags |= rdma.Signaled
 			silent = 0
 		}
 		n++
