@@ -147,3 +147,8 @@ inline void RegisterExitCallback(const std::function<void()> &f) {
 }
 
 } // namespace ps
+
+// The tensor API, as in StepMesh: for programs that are compiled with torch's headers.
+#if __has_include(<ATen/ATen.h>)
+#include "ps/af_tensor_app.h"
+#endif

@@ -2,7 +2,7 @@
 // are on the GPU; without one it says why and ends with status 77, or, with NEED_GPU set, 1.
 #include <dlfcn.h>
 
-#include "ps/af_tensor_app.h"
+#include "ps/ps.h"
 
 using namespace ps;
 

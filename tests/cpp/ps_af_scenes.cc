@@ -152,3 +152,150 @@ CASE(requests_and_responses) {
   response.kv_pair.keys = SArray<Key>{3};
   EXPECT_EQ(response.kv_pair.keys[0], response.kv_meta.key);
 }
+
+CASE(flags_and_batches) {
+  EXPECT(AF_FLAG_BATCH_START == 1 && AF_FLAG_BATCH_MIDDLE == 2 &&
+         AF_FLAG_BATCH_END == 3);
+  const KeyTensor empty;
+  EXPECT(empty.key == 0 && !empty.val.defined());
+  const KeyTensorBatch batch{{7, full(2, 1)}};
+  EXPECT(batch[0].key == 7 && batch[0].val.numel() == 2);
+}
+
+CASE(before_the_start) {
+  EXPECT_THROW(fserver::ClosedError, "AFTensorWorker", AFTensorWorker());
+  EXPECT_THROW(fserver::ClosedError, "AFTensorServer", AFTensorServer(0));
+  EXPECT_THROW(fserver::ConfigError, "instance is 1, want 0",
+               AFTensorWorker(1));
+}
+
+namespace {
+
+// What a server makes of its arguments; the pushed tensor's key says which it gets wrong.
+void answer_wrongly(const AFTensorMeta &meta, AFTensorServer *server) {
+  switch (meta.push_tensors[0].key) {
+  case 1: // one too many
+    server->Response(meta, {{0, full(4, 0)}, {0, full(4, 0)}});
+    break;
+  case 2: // of another size
+    server->Response(meta, {{0, full(3, 0)}});
+    break;
+  case 3:
+    server->Response(meta, {{0, at::Tensor()}});
+    break;
+  case 4: // twice
+    server->Response(meta, {{0, full(4, 4)}});
+    EXPECT_THROW(fserver::ShapeError, "",
+                 server->Response(meta, {{0, full(4, 4)}}));
+    break;
+  default: // later than the worker waits
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    server->Response(meta, {{0, full(4, 5)}});
+  }
+}
+
+void serve_wrongly() {
+  static AFTensorServer *const server = new AFTensorServer(0);
+  const at::Tensor memory = room(8);
+  std::vector<int> ranks{0}, unknown{0, 9};
+  std::vector<Key> key{50}, keys{50, 51};
+  EXPECT_THROW(fserver::ShapeError, "",
+               server->RegisterRecvTensor(memory, ranks, keys));
+  EXPECT_THROW(fserver::ShapeError, "worker 9: this server has no such worker",
+               server->RegisterRecvTensor(memory, unknown, keys));
+  EXPECT_THROW(fserver::ShapeError, "not contiguous or not defined",
+               server->RegisterRecvTensor(at::Tensor(), ranks, key));
+  server->SetRequestHandle(answer_wrongly);
+  EXPECT_THROW(fserver::ConfigError, "there is one already",
+               server->SetRequestHandle(answer_wrongly));
+}
+
+} // namespace
+
+SCENE(wrong_arguments, 1, 1) {
+  if (IsServer())
+    return serve_wrongly();
+  AFTensorWorker w;
+  const auto ask = [&w](Key how, KeyTensorBatch &pull) {
+    KeyTensorBatch push{{how, full(1, 0)}};
+    return w.ZBatchPushPull(push, pull);
+  };
+  KeyTensorBatch pull{{2, room(4)}}, undefined{{9, at::Tensor()}}, none;
+  EXPECT_THROW(fserver::ShapeError, "key 9 is not contiguous or not defined",
+               w.ZBatchPushPull(undefined, none));
+  EXPECT_THROW(fserver::ShapeError, "key 9 is not contiguous or not defined",
+               ask(4, undefined));
+  for (const int timestamp : {-1, 12345}) {
+    const std::string text =
+        "timestamp " + std::to_string(timestamp) + " is not known: pass one";
+    EXPECT_THROW(fserver::ConfigError, "Wait: " + text, w.Wait(timestamp));
+    EXPECT_THROW(fserver::ConfigError, "GetAllHandlers: " + text,
+                 w.GetAllHandlers(timestamp));
+    EXPECT_THROW(fserver::ConfigError, "FetchTrace: " + text,
+                 w.FetchTrace(timestamp));
+  }
+  for (const Key how : {1u, 2u, 3u})
+    EXPECT_THROW(fserver::RefusedError, "", w.Wait(ask(how, pull)));
+  w.Wait(ask(4, pull));
+  EXPECT(at::equal(pull[0].val, full(4, 4)));
+  // The number stays valid when the time is up.
+  const int late = ask(5, pull);
+  EXPECT_THROW(fserver::TimeoutError, "", w.Wait(late, 0));
+  EXPECT_THROW(fserver::TimeoutError, "", w.Wait(late, 50));
+  w.Wait(late);
+  EXPECT(at::equal(pull[0].val, full(4, 5)));
+}
+
+// The pull tensors are as many for each server.
+SCENE(pull_tensors_of_two_servers, 1, 2) {
+  if (IsServer()) {
+    static AFTensorServer *const server = adding(0, 1).release();
+    (void)server;
+    return;
+  }
+  AFTensorWorker w;
+  KeyTensorBatch push{{1, full(4, 1)}},
+      three{{2, room(4)}, {2, room(4)}, {2, room(4)}};
+  EXPECT_THROW(fserver::ShapeError, "3", w.ZBatchPushPull(push, three));
+  three.pop_back();
+  w.Wait(w.ZBatchPushPull(push, three));
+  EXPECT(at::equal(three[1].val, full(4, 2)));
+}
+
+// A server dies with a request: Wait and later requests throw, and all ends in time.
+BARE_SCENE(a_lost_server, 1, 2) {
+  StartPS(0, own_role(), -1, true);
+  {
+    std::unique_ptr<AFTensorServer> server;
+    if (IsServer()) {
+      server = std::make_unique<AFTensorServer>(0);
+      server->SetRequestHandle([](const AFTensorMeta &, AFTensorServer *) {
+        if (MyRank() == 1)
+          std::_Exit(0);
+      });
+    }
+    if (IsWorker()) {
+      AFTensorWorker w;
+      KeyTensorBatch push{{1, full(4, 1)}}, pull{{2, room(4)}, {2, room(4)}};
+      const int first = w.ZBatchPushPull(push, pull);
+      const auto lost = EXPECT_THROW(fserver::PeerLostError, "server 1",
+                                     w.Wait(first, 60'000));
+      EXPECT_EQ(lost.rank(), 1);
+      EXPECT_THROW(fserver::PeerLostError, "server 1",
+                   w.Wait(w.ZBatchPushPull(push, pull), 60'000));
+    } else if (IsServer()) {
+      while (Postoffice::Get()->GetDeadNodes().empty())
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+  }
+  try { // bounded, and the node is closed
+    Finalize(0, own_role());
+  } catch (const fserver::PeerLostError &) {
+  }
+  Finalize(0, own_role()); // nothing
+  if (own_role() == Node::WORKER) {
+    KeyTensorBatch push{{1, full(4, 1)}}, none;
+    EXPECT_THROW(fserver::ClosedError, "",
+                 AFTensorWorker().ZBatchPushPull(push, none));
+  }
+}

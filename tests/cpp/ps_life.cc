@@ -36,9 +36,11 @@ BARE_SCENE(the_shortest_program, 2, 1) {
     EXPECT_EQ(mine.hostname, "127.0.0.1");
     EXPECT(mine.port > 0);
   }
-  if (IsScheduler())
+  EXPECT_EQ(IsScheduler(), Postoffice::Get() == Postoffice::GetScheduler());
+  if (IsScheduler()) {
     EXPECT_EQ(Postoffice::Get()->van()->my_node().id, kScheduler);
-  else
+    EXPECT(Postoffice::Get()->role_str() == "scheduler");
+  } else
     EXPECT_EQ(Postoffice::Get()->van()->my_node().id,
               IsWorker() ? 9 + 2 * MyRank() : 8);
   Finalize(0, true);
@@ -46,6 +48,42 @@ BARE_SCENE(the_shortest_program, 2, 1) {
   Finalize(0, true); // nothing
   EXPECT_EQ(ended, 1);
   EXPECT(!Postoffice::Get()->van()->IsReady());
+}
+
+// StartAsync waits for no other: a worker pushes while another has not called a barrier.
+BARE_SCENE(start_without_a_barrier, 2, 1) {
+  const bool second = own_role() == Node::WORKER && GetNodeRank() == 1;
+  if (second)
+    StartPS(0, Node::WORKER, -1, false);
+  else
+    StartAsync(0);
+  EXPECT(Postoffice::Get()->started());
+  if (IsServer())
+    serve<float>(KVServerDefaultHandle<float>());
+  if (IsWorker()) {
+    KVWorker<float> kv(0, 0);
+    std::vector<float> got(1);
+    if (!second)
+      kv.Wait(kv.Push({1}, {1}));
+    while (got[0] != 1)
+      kv.Wait(kv.Pull({1}, &got));
+  }
+  Finalize(0);
+}
+
+CASE(what_the_settings_say) {
+  Environment::Init({{"DMLC_GROUP_SIZE", "8"},
+                     {"STEPMESH_GPU", "3"},
+                     {"DMLC_NODE_RANK", "5"},
+                     {"PS_VERBOSE", "2"}});
+  EXPECT_EQ(GetGroupSize(), 8);
+  EXPECT_EQ(GetGpuId(), 3);
+  EXPECT_EQ(GetNodeRank(), 5);
+  EXPECT_EQ(Postoffice::GetScheduler()->verbose(), 2);
+  Environment::Init({});
+  EXPECT_EQ(GetGroupSize(), 1);
+  EXPECT_EQ(GetGpuId(), 0);
+  EXPECT_EQ(Postoffice::GetScheduler()->verbose(), 2); // as it was first
 }
 
 // One process is worker and server.

@@ -207,7 +207,9 @@ CASE(the_key_space_is_cut_evenly) {
   for (std::size_t i = 1; i < 3; i++)
     EXPECT(all[i].begin() == all[i - 1].end() &&
            all[i].size() == all[0].size());
+  EXPECT(p->group_size() == 2 && GetGroupSize() == 2);
   EXPECT_EQ(p->num_workers(), 5);
+  EXPECT_EQ(p->num_servers(), 3);
   EXPECT_EQ(p->num_worker_instances(), 10);
   EXPECT_EQ(p->num_server_instances(), 6);
   EXPECT_EQ(p->GroupWorkerRankToInstanceID(2, 1), 19);

@@ -126,6 +126,11 @@ public:
   void DoBarrier(int customer_id, int node_group,
                  bool instance_barrier = true) {
     (void)customer_id;
+    constexpr int kAll = kScheduler + kServerGroup + kWorkerGroup;
+    if (node_group < 1 || node_group > kAll)
+      throw fserver::ConfigError(
+          "Barrier: node_group is " + std::to_string(node_group) +
+          ", want a sum of kScheduler, kServerGroup and kWorkerGroup");
     std::uint32_t who = 0;
     if (node_group & kServerGroup)
       who |= fserver::kServers;
@@ -175,7 +180,9 @@ public:
              const char *argv0 = nullptr) {
     (void)argv0;
     if (role != role_)
-      throw fserver::ConfigError("Postoffice::Start: this is a " + role_str());
+      throw fserver::ConfigError(
+          "Postoffice::Start: role is " + std::to_string(role) + ", want " +
+          std::to_string(role_) + ": this is the " + role_str());
     std::promise<void> done;
     if (const std::shared_future<void> first = open(customer_id, rank, done);
         first.valid())
