@@ -10,10 +10,13 @@
 //
 // NUM_KEY_PER_SERVER   keys at each server, each with a request of its own (40)
 // LOG_DURATION         rounds of a line of the log (10)
-// TOTAL_DURATION       rounds, in place of ROUNDS
+// BENCHMARK_SIZE       bytes, in place of BYTES
+// BENCHMARK_ITER, TOTAL_DURATION   rounds, in place of ROUNDS; the latter counts if both are set
+// BENCHMARK_WARMUP     rounds before those that are timed (0)
 // BENCHMARK_NTHREAD    threads of a worker, each with a KVWorker and keys of its own (1)
 // ENABLE_RECV_BUFFER   1: pushes are received in registered memory
 // TEST_NUM_GPU_WORKER, TEST_NUM_GPU_SERVER   1: values of workers, of servers are on the node's GPU
+// DEBUG_MODE           1: servers write a line for each request
 //
 // A round sends a request for each key, and waits for all of them. Goodput counts the bytes of one direction. Before
 // and after the rounds that are timed, all bytes of all keys are pushed, pulled and compared.
@@ -29,15 +32,18 @@
 namespace {
 
 constexpr int kCheck = 1, kTimed = 2; // cmd of requests
+constexpr std::size_t kMostBytes = std::size_t{1} << 32;
+constexpr int kMostRounds = 1000000000;
 
 enum Mode { kPushThenPull, kPushPull, kPush, kPull };
 const char *const kModes[] = {"push_then_pull", "push_pull", "push", "pull"};
 
 struct Settings {
   std::size_t bytes = 1024000;
-  int rounds = 100, keys = 40, log = 10, threads = 1;
+  int rounds = 100, warmup = 0, keys = 40, log = 10, threads = 1;
   Mode mode = kPushPull;
-  bool registered = false, worker_gpu = false, server_gpu = false;
+  bool registered = false, worker_gpu = false, server_gpu = false,
+       debug = false;
 };
 
 [[noreturn]] void refuse(const std::string &what, const std::string &value,
@@ -45,8 +51,8 @@ struct Settings {
   throw std::invalid_argument(what + " is \"" + value + "\", want " + want);
 }
 
-std::size_t number(const char *name, const std::string &text,
-                   std::size_t most) {
+std::size_t number(const char *name, const std::string &text, std::size_t most,
+                   std::size_t least = 1) {
   std::size_t n = 0;
   for (char c : text) {
     if (c < '0' || c > '9' || n > most)
@@ -54,15 +60,18 @@ std::size_t number(const char *name, const std::string &text,
     else
       n = n * 10 + static_cast<std::size_t>(c - '0');
   }
-  if (text.empty() || n < 1 || n > most)
-    refuse(name, text, "a whole number from 1 to " + std::to_string(most));
+  if (text.empty() || n < least || n > most)
+    refuse(name, text,
+           "a whole number from " + std::to_string(least) + " to " +
+               std::to_string(most));
   return n;
 }
 
-void from_environment(const char *name, int *value, int most) {
+template <class T>
+void from_environment(const char *name, T *value, T most, T least = 1) {
   if (const char *text = ps::Environment::Get()->find(name))
-    *value =
-        static_cast<int>(number(name, text, static_cast<std::size_t>(most)));
+    *value = static_cast<T>(number(name, text, static_cast<std::size_t>(most),
+                                   static_cast<std::size_t>(least)));
 }
 
 bool is_set(const char *name) {
@@ -75,9 +84,9 @@ Settings settings_of(int argc, char **argv) {
   if (argc > 4)
     refuse("the fifth argument", argv[4], "at most BYTES ROUNDS MODE");
   if (argc > 1)
-    s.bytes = number("BYTES", argv[1], std::size_t{1} << 32);
+    s.bytes = number("BYTES", argv[1], kMostBytes);
   if (argc > 2)
-    s.rounds = static_cast<int>(number("ROUNDS", argv[2], 1000000000));
+    s.rounds = static_cast<int>(number("ROUNDS", argv[2], kMostRounds));
   if (argc > 3) {
     int mode = 0;
     while (mode < 4 && argv[3] != std::to_string(mode) &&
@@ -88,12 +97,16 @@ Settings settings_of(int argc, char **argv) {
     s.mode = static_cast<Mode>(mode);
   }
   from_environment("NUM_KEY_PER_SERVER", &s.keys, 1000000);
-  from_environment("LOG_DURATION", &s.log, 1000000000);
-  from_environment("TOTAL_DURATION", &s.rounds, 1000000000);
+  from_environment("LOG_DURATION", &s.log, kMostRounds);
+  from_environment("BENCHMARK_SIZE", &s.bytes, kMostBytes);
+  from_environment("BENCHMARK_ITER", &s.rounds, kMostRounds);
+  from_environment("TOTAL_DURATION", &s.rounds, kMostRounds);
+  from_environment("BENCHMARK_WARMUP", &s.warmup, kMostRounds, 0);
   from_environment("BENCHMARK_NTHREAD", &s.threads, 1024);
   s.registered = is_set("ENABLE_RECV_BUFFER");
   s.worker_gpu = is_set("TEST_NUM_GPU_WORKER");
   s.server_gpu = is_set("TEST_NUM_GPU_SERVER");
+  s.debug = is_set("DEBUG_MODE");
   return s;
 }
 
@@ -172,6 +185,11 @@ private:
   }
 
   void take(const ps::KVMeta &meta, const ps::KVPairs<char> &data) {
+    if (settings_.debug)
+      LOG(INFO) << "server " << ps::Postoffice::GetServer()->my_rank() << ": "
+                << (meta.push ? "push" : "pull") << " of " << meta.val_len
+                << " bytes of key " << meta.key << " by "
+                << ps::Postoffice::IDtoRank(meta.sender);
     ps::KVPairs<char> res;
     Buffer &b = values(meta.sender, meta.key);
     if (!meta.push)
@@ -220,6 +238,8 @@ public:
   void run(const char *op, bool push, bool pull, std::uint64_t seed) {
     using Clock = std::chrono::steady_clock;
     spoil();
+    for (int i = 0; i < settings_.warmup; i++)
+      round(push, pull, kTimed);
     for (int done = 0; done < settings_.rounds;) {
       const int count = std::min(settings_.log, settings_.rounds - done);
       const auto begin = Clock::now();

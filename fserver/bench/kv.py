@@ -151,7 +151,7 @@ def _environment(
     host = options.host
     where = options.scheduler or stack.enter_context(free_port(host or "127.0.0.1"))
     address, _, port = where.rpartition(":")
-    own = (*OTHERS, "TEST_NUM_GPU_", "TOTAL_DURATION")
+    own = (*OTHERS, "TEST_NUM_GPU_", "TOTAL_DURATION", "BENCHMARK_SIZE", "BENCHMARK_ITER")
     variables = {
         "STEPMESH_BACKEND": "CPU",
         "DMLC_PS_ROOT_URI": address.strip("[]"),

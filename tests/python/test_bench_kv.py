@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,8 @@ def test_rows(
 ) -> None:
     monkeypatch.setenv("BENCHMARK_NTHREAD", "2")
     monkeypatch.setenv("ENABLE_RECV_BUFFER", "1")
+    monkeypatch.setenv("BENCHMARK_ITER", "77")  # --iters and --rounds say it
+    monkeypatch.setenv("BENCHMARK_SIZE", "77")  # --sizes
     path = tmp_path / "out.json"
     argv = "kv --sizes 100 --keys 3 --workers 2 --servers 2 --rounds 2 --iters 3"
     argv += " --places local,joint --ops push,push_pull --transport cma"
@@ -105,10 +108,44 @@ def test_arguments_of_the_program(program: Path) -> None:
         (["8", "1", "push", "x"], 'the fifth argument is "x"'),
     ):
         assert text in run(program, *arguments)
-    for name in ("NUM_KEY_PER_SERVER", "LOG_DURATION", "TOTAL_DURATION", "BENCHMARK_NTHREAD"):
-        assert f'{name} is "none", want a whole number' in run(program, **{name: "none"})
+    for name, least in (
+        ("NUM_KEY_PER_SERVER", 1),
+        ("LOG_DURATION", 1),
+        ("TOTAL_DURATION", 1),
+        ("BENCHMARK_NTHREAD", 1),
+        ("BENCHMARK_SIZE", 1),
+        ("BENCHMARK_ITER", 1),
+        ("BENCHMARK_WARMUP", 0),
+    ):
+        text = f'{name} is "none", want a whole number from {least} to'
+        assert text in run(program, **{name: "none"})
     assert 'GetRole: role is "king"' in run(program, DMLC_ROLE="king")
     assert "DMLC_NODE_RANK=x" in run(program, DMLC_NODE_RANK="x")
+
+
+@needs_compiler
+def test_variables_of_the_program(program: Path) -> None:
+    """They take the place of arguments. With DEBUG_MODE a server writes a line for each request."""
+    variables = (
+        "BENCHMARK_SIZE=3000 BENCHMARK_ITER=4 BENCHMARK_WARMUP=3 LOG_DURATION=2 DEBUG_MODE=1"
+    )
+    variables += " NUM_KEY_PER_SERVER=2 SKIP_DEV_ID_CHECK=1 STEPMESH_BACKEND=CPU"
+    command = [sys.executable, "-m", "fserver", "run", "--workers", "1", "--servers", "1", "--"]
+    ran = subprocess.run(
+        [*command, str(program), "99", "9", "push"],
+        env={**os.environ, **dict(v.split("=") for v in variables.split())},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    out = ran.stdout + ran.stderr
+    assert ran.returncode == 0, out
+    assert len(re.findall(r"worker 0: push: Application goodput: .* count = 2\n", out)) == 2
+    # Of each of 2 keys: 2 checks, and 3 + 4 rounds.
+    assert len(re.findall(r"server 0: push of 3000 bytes of key \d+ by 0\n", out)) == 2 * (
+        2 + 3 + 4
+    )
+    assert len(re.findall(r"server 0: pull of 3000 bytes of key \d+ by 0\n", out)) == 2 * 2
 
 
 @needs_compiler
