@@ -1,23 +1,26 @@
-"""The Python side of peer.cc, and a program with a C++ plugin.
+"""The Python side of peer.cc and of ps_peer.cc, and a program with a C++ plugin.
 
-python peer.py worker|server PEER   peer.cc has that role, and this process the other one
+python peer.py worker|server PEER   PEER has that role, and this process the other one
+python peer.py beside PS_PEER       a worker of Python's, and one of PS_PEER with keys and values
 python peer.py plugin PLUGIN        a worker of Python's and a server of the plugin's, one process
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import torch
 
 import fserver
 
 
-def work(scheduler: str) -> None:
-    with fserver.Worker(scheduler=scheduler) as worker:
+def work(scheduler: str, **settings: int) -> None:
+    with fserver.Worker(scheduler=scheduler, **settings) as worker:
         x = torch.randn(3, 4, dtype=torch.bfloat16)
         y = torch.empty_like(x)
         shape = torch.empty(2, dtype=torch.int64)
@@ -32,6 +35,7 @@ def work(scheduler: str) -> None:
         except fserver.RefusedError as error:
             assert error.reason == "no more"
         worker.barrier(True, True)
+        worker.barrier(False, True)  # as Finalize of other workers does
 
 
 def serve(scheduler: str) -> None:
@@ -48,7 +52,7 @@ def serve(scheduler: str) -> None:
         server.barrier(True, True)
 
 
-def beside(scheduler: str, path: str) -> None:
+def with_plugin(scheduler: str, path: str) -> None:
     plugin = ctypes.CDLL(path)
     assert plugin.plugin_begin(scheduler.encode()) == 0
     with fserver.Worker(scheduler=scheduler) as worker:
@@ -60,23 +64,36 @@ def beside(scheduler: str, path: str) -> None:
     plugin.plugin_end()
 
 
-def main(role: str, path: str) -> int:
-    scheduler = fserver.Scheduler(scheduler="127.0.0.1:0", connect=False)
-    if role == "plugin":
-        beside(scheduler.scheduler, path)
-        scheduler.stop()
-        return 0
-    host, port = scheduler.scheduler.split(":")
+@contextlib.contextmanager
+def started(scheduler: str, role: str, *command: str, workers: int = 1) -> Iterator[None]:
+    """Another process with a role, which has to end well."""
+    host, port = scheduler.split(":")
     env = {"DMLC_ROLE": role, "DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": port}
-    peer = subprocess.Popen([path], env={**os.environ, **env})
+    env |= {"DMLC_NUM_WORKER": str(workers), "DMLC_NODE_RANK": "0"}
+    peer = subprocess.Popen(command, env={**os.environ, **env})
     try:
-        (serve if role == "worker" else work)(scheduler.scheduler)
-        status = peer.wait(30)
+        yield
+        assert peer.wait(30) == 0
     finally:
         peer.kill()
-    scheduler.stop()
-    return status
+
+
+def main(role: str, path: str) -> None:
+    workers = 2 if role == "beside" else 1
+    with fserver.Scheduler(scheduler="127.0.0.1:0", connect=False, workers=workers) as node:
+        scheduler = node.scheduler
+        if role == "plugin":
+            with_plugin(scheduler, path)
+        elif role == "beside":
+            with (
+                started(scheduler, "server", path, workers=2),
+                started(scheduler, "worker", path, "values", workers=2),
+            ):
+                work(scheduler, workers=2, node_rank=1)
+        else:
+            with started(scheduler, role, path):
+                (serve if role == "worker" else work)(scheduler)
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    main(*sys.argv[1:])
