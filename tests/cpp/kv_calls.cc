@@ -421,8 +421,9 @@ SCENE(a_slicer_of_the_program, 1, 2) {
     return;
   }
   KVWorker<int> kv(0, 0);
-  kv.set_slicer([](const KVPairs<int> &send, const std::vector<Range> &ranges,
-                   KVWorker<int>::SlicedKVs *sliced) {
+  const KVWorker<int>::Slicer by_parity = [](const KVPairs<int> &send,
+                                             const std::vector<Range> &ranges,
+                                             KVWorker<int>::SlicedKVs *sliced) {
     sliced->resize(ranges.size());
     for (std::size_t i = 0; i < send.keys.size(); i++) {
       auto &part = (*sliced)[send.keys[i] % 2];
@@ -431,7 +432,8 @@ SCENE(a_slicer_of_the_program, 1, 2) {
       if (!send.vals.empty())
         part.second.vals.push_back(send.vals[i]);
     }
-  });
+  };
+  kv.set_slicer(by_parity);
   kv.Wait(kv.Push({1, 2, 3, 5}, {10, 20, 30, 50}));
   std::vector<int> got, known(4), lens;
   kv.Wait(kv.Pull({1, 2, 3, 5}, &got, &lens));

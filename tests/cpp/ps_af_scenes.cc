@@ -158,6 +158,8 @@ CASE(flags_and_batches) {
          AF_FLAG_BATCH_END == 3);
   const KeyTensor empty;
   EXPECT(empty.key == 0 && !empty.val.defined());
+  const AFTensorServer::AFServerRequestHandle handle = nullptr;
+  EXPECT(!handle && Trace().start == 0);
   const KeyTensorBatch batch{{7, full(2, 1)}};
   EXPECT(batch[0].key == 7 && batch[0].val.numel() == 2);
 }

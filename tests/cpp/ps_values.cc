@@ -149,7 +149,7 @@ CASE(an_array_changes_its_size) {
   a.append(a);
   EXPECT(a.size() == 8 && a[4] == 1.f);
   a.pop_back();
-  EXPECT_EQ(a.size(), 7u);
+  EXPECT(a.size() == 7 && a.front() == 1.f && a.back() == 2.f);
   a.reserve(100);
   EXPECT(a.size() == 7 && a.capacity() == 100 && a[0] == 1.f);
   EXPECT_EQ(std::accumulate(a.begin(), a.end(), 0.f), 8.f);
@@ -201,6 +201,9 @@ CASE(the_key_space_is_cut_evenly) {
                      {"DMLC_ROLE", "worker"}});
   Postoffice *p = Postoffice::Get();
   EXPECT(p == Postoffice::GetWorker() && p->is_worker());
+  EXPECT(!p->is_server() && !p->is_scheduler());
+  EXPECT(Postoffice::GetServer()->is_server());
+  EXPECT(Postoffice::GetScheduler()->is_scheduler());
   const std::vector<Range> &all = p->GetServerKeyRanges();
   EXPECT_EQ(all.size(), 3u);
   EXPECT(all[0].begin() == 0 && all[2].end() == kMaxKey);
@@ -339,6 +342,42 @@ CASE(a_check_that_fails_ends_the_program) {
   std::tie(text, signal) =
       output([] { CHECK_NOTNULL(static_cast<int *>(nullptr)); });
   EXPECT(signal == SIGABRT && ends_with(text, "is null\n"));
+}
+
+// StepMesh's names of the same.
+CASE(a_check_of_stepmesh) {
+  PS_CHECK_EQ(1, 1) << "never said";
+  PS_CHECK_NE(1, 2);
+  PS_CHECK_LT(1, 2);
+  PS_CHECK_LE(2, 2);
+  PS_CHECK_GT(2, 1);
+  PS_CHECK_GE(2, 2);
+  CHECK_NE(1, 2) << "never said";
+  CHECK_LE(2, 2);
+  CHECK_GT(2, 1);
+  CHECK_GE(2, 2);
+  int one = 1;
+  EXPECT_EQ(PS_CHECK_NOTNULL(&one), &one);
+  const auto [text, signal] = output([] { PS_CHECK_GT(1, 2) << "why"; });
+  EXPECT_EQ(signal, SIGABRT);
+  EXPECT(ends_with(text, ": check failed: 1 > 2 (1 and 2) why\n"));
+}
+
+CASE(small_things) {
+  class Alone {
+  public:
+    Alone() = default;
+    DISALLOW_COPY_AND_ASSIGN(Alone);
+  };
+  static_assert(!std::is_copy_constructible_v<Alone>);
+  static_assert(!std::is_copy_assignable_v<Alone>);
+  for (const auto &[type, name] :
+       {std::pair{UNK, "UNK"}, std::pair{CPU, "CPU"}, std::pair{GPU, "GPU"}})
+    EXPECT_EQ(std::string(DeviceTypeName[DeviceType{type}]), name);
+  const Range none;
+  EXPECT(none.begin() == 0 && none.size() == 0);
+  const Customer customer(3, 4);
+  EXPECT(customer.app_id() == 3 && customer.customer_id() == 4);
 }
 
 CASE(lines_of_the_log) {
