@@ -19,9 +19,12 @@
 #include <vector>
 
 #include "ps/internal/backend.h"
+#include "ps/internal/life.h"
+#include "ps/internal/threadsafe_queue.h"
 #include "ps/internal/trace.h"
 #include "ps/internal/underway.h"
-#include "ps/ps.h"
+#include "ps/kv_app.h"
+#include "ps/simple_app.h"
 
 namespace ps {
 
