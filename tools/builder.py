@@ -73,15 +73,14 @@ def _lock() -> Iterator[None]:
 
 
 def _put(path: Path, data: bytes) -> None:
-    """Writes a file in one step, unless it is so already: a process that has mapped the old one
-    keeps it."""
+    """Replaces a file if it differs. A process that has mapped the old one keeps it."""
     if path.is_file() and path.read_bytes() == data:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    part.write_bytes(data)
-    part.chmod(0o755 if ".so" in path.suffixes else 0o644)
-    part.replace(path)
+    new = path.with_name(f".{path.name}.new")
+    new.write_bytes(data)
+    new.chmod(0o755 if ".so" in path.suffixes else 0o644)
+    new.replace(path)
 
 
 def _make(what: str, made: Path, inputs: list[Path], command: list[object]) -> Path:
@@ -155,8 +154,7 @@ def commit() -> str:
 
 
 def source(tree: Path) -> None:
-    """Adds the commit, and the Go modules that the engine is built from, to an unpacked source
-    distribution."""
+    """Adds the commit and the Go modules of the engine to an unpacked source distribution."""
     (tree / "COMMIT").write_text(f"{commit()}\n")
     env = {**os.environ, "GO": needs.find_go()}
     _run("go mod vendor", [ROOT / "tools/vendor.sh", tree], env)
@@ -169,7 +167,7 @@ def extension(package: Path) -> None:
         # The extension holds the source of the channel's kernels for NVRTC. A compiler takes no
         # literal above 64 KiB, but any number of them side by side.
         kernels = [ROOT / "cshim/cuda" / name for name in ("cs_channel.h", "channel.cu")]
-        text = "".join(f'R"cuda({part.read_text()})cuda"\n' for part in kernels)
+        text = "".join(f'R"cuda({kernel.read_text()})cuda"\n' for kernel in kernels)
         _put(GENERATED / "channel_source.inc", text.encode())
         fits = needs.adapters().literal(HEADER)
         _put(GENERATED / "adapter_id.inc", f"#define FS_ADAPTER {fits}\n".encode())
@@ -177,11 +175,10 @@ def extension(package: Path) -> None:
         flags = ["-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
         flags += ["-D_GLIBCXX_USE_CXX11_ABI=1", "-Iengine/cabi", "-Icshim/cuda", "-Ifserver/_torch"]
         flags += [f"-I{GENERATED}", *_words("CXXFLAGS"), "-std=c++20"]
-        for headers in (torches[0][1] / "include", needs.python_headers()):
-            flags += ["-isystem", str(headers)]
+        flags += needs.adapters().includes(torches[0][1], needs.python_headers())
+        sources = sorted((ROOT / "csrc").glob("*.cc"))
         jobs: list[Callable[[], Path]] = [partial(_adapter, *torch) for torch in torches]
-        for source in sorted((ROOT / "csrc").glob("*.cc")):
-            jobs.append(partial(_compile, source, WORK / f"{source.stem}.o", flags))
+        jobs += [partial(_compile, src, WORK / f"{src.stem}.o", flags) for src in sources]
         jobs.append(archive)
         workers = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
         with ThreadPoolExecutor(workers) as pool:

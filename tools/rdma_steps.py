@@ -45,8 +45,7 @@ def connected(options: argparse.Namespace) -> socket.socket:
 
 
 def meet(options: argparse.Namespace) -> None:
-    """Waits for the other host. Prints the address of the server's host, and what the other host
-    says. Without torch, whose import takes long."""
+    """Waits for the other host, without torch. Prints the address of the server, and its words."""
     with connected(options) as other:
         other.settimeout(10)
         other.sendall(json.dumps([options.name, options.say]).encode() + b"\n")
@@ -79,15 +78,13 @@ def trips(options: argparse.Namespace) -> None:
     for out, back in SIZES:
         side.prepare(Case("push_pull", (out,), (back,)))
         side.verify(0)
-        found = side.measure(WARM, COUNT)
+        rows.append({"bytes_out": out, "bytes_back": back, **side.measure(WARM, COUNT)})
         side.verify(1)
-        p50, p99 = (round(found[name], 1) for name in ("p50_us", "p99_us"))
-        rows.append({"bytes_out": out, "bytes_back": back, "p50_us": p50, "p99_us": p99})
     if not is_server:  # the times of the server begin before the client sends
-        found = {"memory": f"{options.device} memory", "rows": rows}
-        Path(options.json).write_text(json.dumps(found, indent=1))
-        each = [f"{show_size(row['bytes_out'])} {row['p50_us']} us" for row in rows]
-        print("summary:", ", ".join([found["memory"], *each]))
+        memory = f"{options.device} memory"
+        Path(options.json).write_text(json.dumps({"memory": memory, "rows": rows}, indent=1))
+        each = [f"{show_size(row['bytes_out'])} {row['p50_us']:.1f} us" for row in rows]
+        print("summary:", ", ".join([memory, *each]))
         side.store.set("left", "")
     else:
         side.store.get("left")  # the client has got all that the store here has for it
@@ -104,10 +101,7 @@ def main() -> None:
     parser.add_argument("--json", default="/dev/null")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     options = parser.parse_args()
-    if options.step == "meet":
-        meet(options)
-    else:
-        trips(options)
+    (meet if options.step == "meet" else trips)(options)
 
 
 if __name__ == "__main__":

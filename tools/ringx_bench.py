@@ -113,8 +113,7 @@ def timed(call: Callable[[], object], count: int, on_gpu: bool) -> float:
 
 
 def captured(call: Callable[[], object]) -> Callable[[], None]:
-    """Captures the call in a CUDA graph, and returns what replays it. A replay has none of the
-    call's work on the CPU."""
+    """Captures the call in a CUDA graph. Returns what replays it, with no work on the CPU."""
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(WARM):
@@ -141,17 +140,16 @@ def measure(options: argparse.Namespace, device: torch.device) -> Iterator[dict[
         for way in ways(causal, tokens, device):
             if way.name in ("alone", *(options.ways or [way.name])):
                 with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if on_gpu else nullcontext():
-                    yield measure_one(options, way, whole, causal, ideal)
+                    yield measure_one(options, way, whole, ideal)
                 torch.cuda.empty_cache()
 
 
 def measure_one(
-    options: argparse.Namespace, way: Way, whole: list[Tensor], causal: bool,
-    ideal: dict[str, float],
-) -> dict[str, Any]:  # fmt: skip
+    options: argparse.Namespace, way: Way, whole: list[Tensor], ideal: dict[str, float]
+) -> dict[str, Any]:
     """One row: forward, and forward with backward. `ideal` is set by the GPU alone."""
     size, (_, tokens, heads, dim), on_gpu = dist.get_world_size(), whole[0].shape, whole[0].is_cuda
-    shared = way.of != "alone"
+    causal, shared = options.mask == "causal", way.of != "alone"
     row: dict[str, Any] = {**vars(options), "way": way.name, "tokens": tokens, "ranks": size}
     row |= {"causal": causal, "heads": heads, "kv_heads": whole[1].shape[2]}
     ranks, rank = (size, dist.get_rank()) if shared else (1, 0)

@@ -27,7 +27,6 @@ PRESETS = {"af": ("pingpong", [*MODEL, *"--rounds 5 --seconds 1".split()])}
 
 
 def main(argv: list[str]) -> int:
-    """Runs one benchmark. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="fserver bench",
         description="Measures fserver on this host. `fserver bench BENCHMARK --help` shows the "
@@ -44,9 +43,7 @@ def main(argv: list[str]) -> int:
         with mock.patch.dict(os.environ, {} if asked else {"FSERVER_LOG": "warn"}):
             name, usual = PRESETS.get(options.benchmark, (options.benchmark, []))
             return int(importlib.import_module(f".{name}", __name__).main([*usual, *options.args]))
-    except ModuleNotFoundError as error:
-        text = f"{error} (run pip install psutil rich)"
-    except BenchError as error:
-        text = str(error)
-    print(f"bench: {text}", file=sys.stderr)
-    return 1
+    except (BenchError, ModuleNotFoundError) as error:
+        more = "" if isinstance(error, BenchError) else " (run pip install psutil rich)"
+        print(f"bench: {error}{more}", file=sys.stderr)
+        return 1

@@ -110,7 +110,6 @@ class Actor:
         self.nodes = self._together(self._make, places)
 
     def leave(self) -> None:
-        """Leaves the cluster, together with all others."""
         nodes, self.nodes = self.nodes, []
         self._together(lambda node: node.__exit__(None, None, None), nodes)
 
@@ -158,7 +157,7 @@ class Request:
     """The tensors of one worker for one stage."""
 
     def __init__(self, node: Any, case: Case, stage: int, place: Place, device: torch.device):
-        self.node, self.rank = node, place.rank
+        self.node, self.rank, self.stage = node, place.rank, stage
         empty = fserver.empty_shared if case.shared else partial(torch.empty, device=device)
         back = case.back * place.servers
         self.push = [empty(n, dtype=torch.uint8) for n in case.out]
@@ -181,7 +180,6 @@ class WorkerActor(Actor):
     """Workers that push at the same time, and measure until the last of them is done."""
 
     def prepare(self, case: Case) -> None:
-        """Makes the tensors of a case: those of each stage and worker."""
         self.case, device = case, self.device_of(case)
         both = list(zip(self.nodes, self.places, strict=True))
         self.requests = [
@@ -191,23 +189,20 @@ class WorkerActor(Actor):
 
     def verify(self, seed: int) -> None:
         """An exchange of each stage, of new data into poisoned memory, compared byte by byte."""
-        numbered = [
-            (sequence, request)
-            for sequence, requests in enumerate(self.requests, self.sequence + 1)
-            for request in requests
-        ]
-        for sequence, request in numbered:
+        first, pattern = self.sequence + 1, self.pattern
+        for request in itertools.chain(*self.requests):
             for j, t in enumerate(request.push):
-                t.copy_(self.pattern.like(t, own_seed(seed, "worker", request.rank, j), sequence))
+                own = own_seed(seed, "worker", request.rank, j)
+                t.copy_(pattern.like(t, own, first + request.stage))
             for t in request.pull:
                 t.fill_(POISON)
         self.run(self.case.stages)
-        for sequence, request in numbered:
+        for request in itertools.chain(*self.requests):
             for k, t in enumerate(request.pull):
                 server, j = divmod(k, len(self.case.back))
                 whose = ("worker", request.rank) if self.case.echoes else ("server", server)
                 what = f"{self.case}: answer {j} of server {server} to worker {request.rank}"
-                self.pattern.check(t, own_seed(seed, *whose, j), sequence, what)
+                pattern.check(t, own_seed(seed, *whose, j), first + request.stage, what)
 
     def measure(self, warmup: int, count: int) -> dict[str, Any]:
         """Times `count` units of exchanges. Where a unit is all layers and stages of a model, also
@@ -285,7 +280,6 @@ class ServerActor(Actor):
         self.run(self.case.stages, check)
 
     def measure(self, warmup: int, count: int) -> None:
-        """Answers as many requests as the workers measure."""
         self.run((warmup + count) * self.case.unit)
 
     def run(self, count: int, check: Callable[[Batch, int], None] | None = None) -> None:
@@ -294,10 +288,9 @@ class ServerActor(Actor):
         echo = self.case.echoes
         numbered = check is not None or self.case.device == "cpu"
         pushed = numbered and not self.case.back
-        first, stages = self.sequence + 1, list(zip(self.answers, self.stamps, strict=True))
-        for i, (answer, stamps) in zip(
-            range(first, first + count), itertools.cycle(stages), strict=False
-        ):
+        numbers = range(self.sequence + 1, self.sequence + 1 + count)
+        stages = itertools.cycle(zip(self.answers, self.stamps, strict=True))
+        for i, (answer, stamps) in zip(numbers, stages, strict=False):
             batch = get_batch(TIMEOUT_MS)
             if not batch:
                 raise AssertionError(f"{self.case}: exchange {i}: no request came")

@@ -1,5 +1,4 @@
-"""The raw baselines: the programs in C beside this file, compiled when they are first used and
-driven over their standard input (raw.h says how)."""
+"""The raw baselines: programs in C, compiled at first use, driven over standard input (raw.h)."""
 
 import functools
 import json
@@ -7,7 +6,6 @@ import os
 import select
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +20,11 @@ TIMEOUT = 600.0  # seconds; a round
 SMALL = 64  # bytes that answer a push of a program or a library
 
 WAYS = {  # how bytes travel, as rows name it: the program, and its last argument
-    "raw tcp": ("rawecho", None),
-    "raw cma": ("rawcma", "cma"),
-    "raw shm": ("rawcma", "shm"),
-    "raw gpu": ("rawgpu", "{},{}"),
+    "raw tcp": ("rawecho.c", None),
+    "raw cma": ("rawcma.c", "cma"),
+    "raw shm": ("rawcma.c", "shm"),
+    "raw gpu": ("rawgpu.c", "{},{}"),
+    "C++": ("cppecho.cc", None),
 }
 OF_TRANSPORT = {"tcp": "raw tcp", "cma": "raw cma", "cudaipc": "raw gpu"}
 CXX = ["c++", "-std=c++17", "-O2", f"-I{INCLUDE}"]
@@ -37,28 +36,18 @@ LANGUAGES = {  # by suffix: the compiler, libraries, and what to do where there 
 }
 
 
-def baseline_of(transport: str) -> str | None:
-    """The baseline of a link, as Node.links() names it: "cma/staged" has that of "cma"."""
-    return OF_TRANSPORT.get(transport.partition("/")[0])
-
-
-def program(
-    way: str, cores: tuple[int, int] = (-1, -1), gpus: tuple[int, int] = (0, 0)
-) -> "Baseline":
-    """Starts the program of a way; "raw gpu" is between these GPUs."""
-    source, last = WAYS[way]
-    more = [last.format(*gpus)] if last else []
-    return Baseline(way, [str(compiled(f"{source}.c")), *map(str, cores), *more])
-
-
 class Baseline:
-    """The two processes of a way, which a command starts with these variables in its environment.
-    They use no CPU between rounds."""
+    """The two processes of a way, which its program starts with these variables in its environment;
+    "raw gpu" is between the GPUs. They use no CPU between rounds."""
 
     unit = 1  # round trips that are counted as one
 
-    def __init__(self, way: str, command: Sequence[str], **variables: str):
+    def __init__(
+        self, way: str, cores: tuple[int, int], gpus: tuple[int, int] = (0, 0), **variables: str
+    ):
         self.way, self._moved, pipe = way, (0, 0), subprocess.PIPE
+        source, last = WAYS[way]
+        command = [str(compiled(source)), *map(str, cores), *([last.format(*gpus)] if last else [])]
         pipes: dict[str, Any] = {"stdin": pipe, "stdout": pipe, "stderr": pipe}
         env = {**os.environ, **variables}
         self._process = subprocess.Popen(command, text=True, bufsize=1, env=env, **pipes)
@@ -92,8 +81,7 @@ class Baseline:
             errors = self._process.communicate()[1].strip()
             status = self._process.returncode
             raise BenchError(f"the baseline {self.way} ended with status {status}: {errors}")
-        found: dict[str, Any] = json.loads(text)
-        return found
+        return dict(json.loads(text))
 
 
 @functools.cache
@@ -104,8 +92,7 @@ def _scratch() -> "tempfile.TemporaryDirectory[str]":
 
 @functools.cache
 def compiled(source: str) -> Path:
-    """The program of a source beside this file, compiled once in this process. Raises BenchError:
-    there is no compiler, or it failed."""
+    """Compiles a source beside this file, once in this process. Raises BenchError if it cannot."""
     program, _, language = source.partition(".")
     variable, (usual, *options), libraries, needs = LANGUAGES[language]
     made = Path(_scratch().name) / program

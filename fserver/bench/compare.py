@@ -22,7 +22,7 @@ from fserver import _loader, versions
 
 from . import report
 from .errors import BenchError
-from .options import Parser, output, positive
+from .options import parser, positive
 
 LIMIT = 1.03  # a ratio that is surely above means slower
 LEAST = 6  # rounds; fewer give no interval of 95 %
@@ -47,22 +47,25 @@ def settings(text: str) -> dict[str, dict[str, str]]:
         raise argparse.ArgumentTypeError(f"{text!r}: want NAME=VALUE ...; NAME=VALUE ...") from None
 
 
+PARSER = parser(
+    "compare",
+    "Runs a benchmark with several settings or by two builds in turn, anew in each round. The rows "
+    "are medians over the rounds. The ratios, of p50, are to the first way, with their 95 % "
+    "intervals. docs/benchmarks.md has examples.",
+    ("--rounds", positive, 20, "number of rounds, 6 or more for an interval"),
+    ("--against", checkout, None, "another checkout that is built: status 1 if slower"),
+    ("--set", settings, None, 'environment of the ways, as in "A=1; A=2 B=3"'),
+)
+PARSER.add_argument("benchmark", choices=("pingpong", "af"))
+PARSER.add_argument("args", nargs=argparse.REMAINDER, help="the options of the benchmark")
+
+
 def main(argv: list[str]) -> int:
     """Runs the benchmark; returns the exit status, 1 if this build is slower."""
-    text = "Runs a benchmark with several settings or by two builds in turn, anew in each round. "
-    text += "The rows are medians over the rounds. The ratios, of p50, are to the first way, with "
-    text += "their 95 % intervals. docs/benchmarks.md has examples."
-    parser = Parser(prog="fserver bench compare", description=text)
-    parser.option("--json", output, None, "also write the results to this file, as JSON")
-    parser.option("--rounds", positive, 20, "number of rounds, 6 or more for an interval")
-    parser.option("--against", checkout, None, "another checkout that is built: status 1 if slower")
-    parser.option("--set", settings, None, 'environment of the ways, as in "A=1; A=2 B=3"')
-    parser.add_argument("benchmark", choices=("pingpong", "af"))
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="the options of the benchmark")
-    options = parser.parse_args(argv)
+    options = PARSER.parse_args(argv)
     sets = options.set or {"": {}}
     if options.against and (sets.keys() != {""} or options.rounds < LEAST):
-        parser.error(f"--against: want no --set, and --rounds {LEAST} or more, for an interval")
+        PARSER.error(f"--against: want no --set, and --rounds {LEAST} or more, for an interval")
     with contextlib.ExitStack() as stack:
         ways = {}
         for root in [options.against, HERE] if options.against else [None]:
@@ -96,8 +99,7 @@ def _name(root: Path) -> str:
 
 
 def _run(way: str, folder: Path | None, variables: dict[str, str], args: list[str]) -> Rows:
-    """The rows of a round; of two hosts, that of the servers has none. All processes of a round
-    end with it, whatever ends it."""
+    """Returns the rows of a round (none on the host of the servers); ends all its processes."""
     with tempfile.NamedTemporaryFile("r") as out:
         command = [sys.executable, "-m", "fserver", "bench", *args, "--json", out.name]
         how: dict[str, Any] = {"stdout": subprocess.PIPE, "start_new_session": True, "text": True}
@@ -112,8 +114,7 @@ def _run(way: str, folder: Path | None, variables: dict[str, str], args: list[st
         if reason or child.returncode:
             reason = reason or f"status {child.returncode}"
             raise BenchError(f"{way or 'compare'}: {' '.join(args)}: {reason}\n{printed}".strip())
-        rows: Rows = json.load(out)["rows"]
-        return rows
+        return list(json.load(out)["rows"])
 
 
 def _rows(way: str, own: list[Rows], first: str, its_own: list[Rows]) -> Iterator[dict[str, Any]]:

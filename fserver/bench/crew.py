@@ -1,7 +1,5 @@
-"""Pinned processes, each with one node or several, that do what the parent tells them.
-
-The parent measures nothing itself: it is blocked while the others are busy.
-"""
+"""Pinned processes, each with one node or several, that do what the parent tells them. The parent
+measures nothing itself: it is blocked while they are busy."""
 
 import contextlib
 import dataclasses
@@ -21,6 +19,7 @@ from fserver.run import free_port
 
 from .errors import BenchError
 from .processes import Child, gather
+from .report import Figures
 
 OTHERS = ("DMLC_", "STEPMESH_")  # variables with roles, ranks and addresses of others
 KEPT = ("DMLC_INTERFACE", "STEPMESH_SPLIT_QP_LAG")  # but these choose what is measured
@@ -100,7 +99,7 @@ class Member:
     name: str
     actor: str | type
     role: str
-    core: int | None = None
+    cores: Sequence[int] = ()  # if there are any, the process is pinned to them
     nodes: int = 1
     args: tuple[Any, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)  # of its environment, and no fork
@@ -108,7 +107,11 @@ class Member:
 
 class Crew:
     """The processes of a benchmark, and at most one cluster at a time of nodes in them. They end
-    with the first error, and with the block: at once if it failed."""
+    with the first error, and with the block: at once if it failed. Like other players, a crew has
+    prepare, check, measure, and `unit`, the number of exchanges that `measure` counts as one."""
+
+    unit, shared = 1, False  # shared: what is pushed is in shared memory
+    _p50_us = 0.0  # of the last round
 
     def __init__(self, members: Sequence[Member], limit: float = TIMEOUT):
         """`limit`: seconds that a method may take."""
@@ -134,14 +137,27 @@ class Crew:
             peer.put((method, *args))
         return self.results(limit or self.limit)
 
-    def workers(self, method: str, *args: Any, limit: float | None = None) -> list[Any]:
-        """The same; only the results of processes that hold workers."""
-        found = zip(self.members, self.all(method, *args, limit=limit), strict=True)
-        return [result for member, result in found if member.role == "worker"]
+    def prepare(self, case: Case) -> None:
+        self.unit = case.unit
+        self.all("prepare", dataclasses.replace(case, shared=self.shared))
+
+    def check(self, seed: int) -> None:
+        """Outside of the timed part: exchanges that are compared byte by byte."""
+        self.all("verify", seed)
+
+    def measure(self, warmup: int, count: int) -> Figures:
+        """One round; p50_us is of a single exchange, of the slowest process with workers."""
+        # More time by ten times what is to be expected, if exchanges take as long as the last ones.
+        limit = self.limit + 1e-5 * (warmup + count) * self.unit * self._p50_us
+        results = filter(None, self.all("measure", warmup, count, limit=limit))  # None: of a server
+        nobody = {"p50_us": 0.0}  # of two hosts, that of the server
+        found: Figures = max(results, key=lambda figures: figures["p50_us"], default=nobody)
+        self._p50_us = found["p50_us"]
+        return found
 
     def transport(self) -> str:
         """What the first process that holds workers uses; "a+b" if that is several."""
-        return "+".join(self.workers("links")[0])
+        return "+".join(self.all("links")[0])
 
     def results(self, limit: float) -> list[Any]:
         """Waits for all: that they have started, or what a method returned."""
@@ -181,7 +197,7 @@ class Crew:
             import torch  # takes seconds
 
             self.gpus = (0, max(torch.cuda.device_count() - 1, 0))
-        settings = {**transport_settings(transport), **({} if scheduler else secret())}
+        settings = settings_of(transport, one_host=not scheduler)
         ranks = {role: itertools.count() for role in total}
         with contextlib.ExitStack() as stack:
             address = scheduler or stack.enter_context(free_port(host or "127.0.0.1"))
@@ -196,22 +212,18 @@ class Crew:
             self.all("leave")
 
 
-def transport_settings(transport: str) -> dict[str, str]:
-    """The settings that choose a transport: all that a benchmark knows about the choice."""
-    return {"FSERVER_TRANSPORT": transport, "BYTEPS_ENABLE_IPC": "1"}
-
-
-def secret() -> dict[str, str]:
-    """A secret for a cluster of this host alone, unless there is one in the environment."""
-    if {"FSERVER_SECRET", "FSERVER_SECRET_FILE"} & set(os.environ):
-        return {}
-    return {"FSERVER_SECRET": secrets.token_hex(16)}
+def settings_of(transport: str, one_host: bool) -> dict[str, str]:
+    """A transport, and for one host a secret, unless there is one in the environment."""
+    found = {"FSERVER_TRANSPORT": transport, "BYTEPS_ENABLE_IPC": "1"}
+    if one_host and not {"FSERVER_SECRET", "FSERVER_SECRET_FILE"} & set(os.environ):
+        found["FSERVER_SECRET"] = secrets.token_hex(16)
+    return found
 
 
 @contextlib.contextmanager
-def connected(members: Sequence[Member], transport: str, **how: Any) -> Iterator[Crew]:
-    """Starts the processes, with a cluster of nodes in them; `how` is of Crew.cluster."""
-    with Crew(members) as crew, crew.cluster(transport, **how):
+def connected(members: Sequence[Member], *where: Any) -> Iterator[Crew]:
+    """Starts the processes, with a cluster of nodes in them; `where` is of Crew.cluster."""
+    with Crew(members) as crew, crew.cluster(*where):
         yield crew
 
 
@@ -224,8 +236,8 @@ def members(
     **more: Any,
 ) -> list[Member]:
     """The processes of workers, with so many nodes each, and of servers. `more` is of all."""
-    one, other = cores or (None, None)
-    kinds = ("worker", worker, one, groups, counts[0]), ("server", server, other, 1, counts[1])
+    one, two = ([core] for core in cores) if cores else ([], [])
+    kinds = ("worker", worker, one, groups, counts[0]), ("server", server, two, 1, counts[1])
     return [
         Member(kind if count == 1 else f"{kind} {i}", actor, kind, core, nodes, **more)
         for kind, actor, core, nodes, count in kinds
@@ -237,8 +249,8 @@ def _child(conn: Connection, member: Member, make: Factory) -> None:
     """Life of one process: pinned before any library starts a thread, then orders until the end.
     It sends None when it has started, then what each method returned."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
-    if member.core is not None:
-        os.sched_setaffinity(0, {member.core})
+    if member.cores:
+        os.sched_setaffinity(0, member.cores)
     for variable in [v for v in os.environ if v.startswith(OTHERS) and v not in KEPT]:
         del os.environ[variable]
     os.environ["STEPMESH_BACKEND"] = "CPU"  # but for those with a Place on a GPU

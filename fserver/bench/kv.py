@@ -1,7 +1,5 @@
 """`fserver bench kv`: pushes and pulls of keys and values, as ps-lite's benchmark measures them.
-
-bench_kv.cc is the program of all roles. This starts its processes, and reads the lines of its log.
-"""
+Starts bench_kv.cc in all roles, and reads the lines of its log."""
 
 import argparse
 import contextlib
@@ -12,7 +10,6 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fserver import env
@@ -21,14 +18,21 @@ from fserver.run.gpus import seen
 
 from . import options as opts
 from .baseline import compiled
-from .crew import OTHERS, secret, transport_settings
+from .crew import OTHERS, settings_of
 from .errors import BenchError
 from .run import Run
 
 OPS = ("push", "pull", "push_pull")
+ROLES = {  # by place; of two hosts by that of this host
+    "local": ("scheduler", "server", "worker"),
+    "joint": ("scheduler", "joint"),
+    "server": ("scheduler", "server"),
+    "worker": ("worker",),
+}
 PLACES = ("local", "joint")
 MEMORY = ("cpu", "cpu:gpu", "gpu:cpu", "gpu")
 TIMEOUT = 600.0  # seconds; one line of the table
+REPLACED = (*OTHERS, "TEST_NUM_GPU_", "TOTAL_DURATION", "BENCHMARK_SIZE", "BENCHMARK_ITER")  # variables, by how they begin
 LINE = re.compile(r"(worker \d+.*): \w+: Application goodput: ([\d.]+) Gbps, ([\d.]+) messages/s")
 GOODPUT = ("goodput_gbps", "goodput_min", "goodput_max", "messages")
 PARSER = opts.parser(
@@ -38,6 +42,7 @@ PARSER = opts.parser(
     "second: the median over the rounds, the slowest and the fastest round; workers are summed up. "
     "For two hosts, run the command on both, with the same options. Each line of the table uses "
     "the next port. docs/benchmarks.md says more.",
+    opts.CORES,
     ("--places", opts.some_of(*PLACES), "local,joint", f"places, of {', '.join(PLACES)}"),
     ("--memory", opts.some_of(*MEMORY), "cpu", f"of workers:servers, of {', '.join(MEMORY)}"),
     ("--ops", opts.some_of(*OPS), ",".join(OPS), f"operations, of {', '.join(OPS)}"),
@@ -61,7 +66,6 @@ class Case(NamedTuple):
 
 
 def main(argv: list[str]) -> int:
-    """Runs the benchmark; returns the exit status."""
     options = PARSER.parse_args(argv)
     opts.check_hosts(PARSER, options)
     if options.role:
@@ -70,23 +74,21 @@ def main(argv: list[str]) -> int:
         PARSER.error("--places joint: want the same number of --workers and --servers")
     lists = options.places, options.memory, options.transport, options.ops, options.sizes
     planned = [Case(*each) for each in itertools.product(*lists)]
-    with Run("kv", options, (*Case._fields, "keys", *GOODPUT), len(planned)) as run:
+    with Run("kv", options, (*Case._fields, "keys", *GOODPUT)) as run:
         rows = (_row(run, at, case) for at, case in enumerate(planned))
-        run.table(row for row in rows if options.role != "server")
+        run.table(([] if options.role == "server" else [row] for row in rows), len(planned))
     return 0
 
 
 def _row(run: Run, at: int, case: Case) -> dict[str, Any]:
     """Line `at` of the table; on the host of the server there is nothing in it."""
-    options = run.options
+    options, reason = run.options, None
     iters = opts.exchanges(options, case.bytes * options.keys * options.servers)
-    reason = None
     if options.role and case.transport in [w["name"] for w in env.transports() if w["inside"]]:
         reason = "it stays inside a host"
     if "gpu" in case.memory and not seen(os.environ):
         reason = "this host has no GPU that can be used (run `fserver doctor` for the reason)"
     log = "" if reason else _logged(run, case, iters, at)
-    run.step()
     row = {**case._asdict(), "keys": options.keys, "iters": iters, "skipped": reason}
     return {**row, **figures(log)}
 
@@ -94,13 +96,29 @@ def _row(run: Run, at: int, case: Case) -> dict[str, Any]:
 def _logged(run: Run, case: Case, iters: int, at: int) -> str:
     """Runs the processes of line `at`; returns what they have printed. Raises BenchError."""
     options, cores = run.options, run.cores
-    program = compiled("bench_kv.cc")
-    command = [str(program), str(case.bytes), str(options.rounds * iters), case.op]
+    count = str(options.rounds * iters)
+    command = [str(compiled("bench_kv.cc")), str(case.bytes), count, case.op]
     worker, _, server = case.memory.partition(":")
     memory = {"worker": worker, "server": server or worker, "joint": case.memory}
     pinned: dict[str, tuple[int, ...]] = {"worker": cores[:1], "server": cores[1:]}
     with contextlib.ExitStack() as stack:
-        common = _environment(stack, options, case, iters, at)
+        where = options.scheduler or stack.enter_context(free_port(options.host or "127.0.0.1"))
+        address, _, port = where.rpartition(":")
+        variables = {
+            "STEPMESH_BACKEND": "CPU",
+            "DMLC_PS_ROOT_URI": address.strip("[]"),
+            "DMLC_PS_ROOT_PORT": int(port) + (at if options.scheduler else 0),
+            "DMLC_NUM_WORKER": options.workers,
+            "DMLC_NUM_SERVER": options.servers,
+            "NUM_KEY_PER_SERVER": options.keys,
+            "LOG_DURATION": iters,
+            "TEST_NUM_GPU_WORKER": int(case.memory in ("gpu", "gpu:cpu")),
+            "TEST_NUM_GPU_SERVER": int(case.memory in ("gpu", "cpu:gpu")),
+            **settings_of(case.transport, one_host=not options.role),
+            **({"DMLC_NODE_HOST": options.host} if options.host else {}),
+        }
+        given = {name: text for name, text in os.environ.items() if not name.startswith(REPLACED)}
+        common = {**given, **{name: str(value) for name, value in variables.items()}}
         log = stack.enter_context(tempfile.TemporaryFile("a+"))
         processes: dict[str, subprocess.Popen[bytes]] = {}
         for role, rank in members(options, case.place):
@@ -108,13 +126,14 @@ def _logged(run: Run, case: Case, iters: int, at: int) -> str:
             if "gpu" in memory.get(role, ""):
                 gpu = seen(os.environ) - 1 if role == "server" else 0
                 env |= {"STEPMESH_BACKEND": "GPU", "STEPMESH_GPU": str(gpu)}
-            core = ",".join(map(str, pinned.get(role, cores)))
-            made = subprocess.Popen(
-                ["taskset", "-c", core, *command], env=env, stdout=log, stderr=log
-            )
+            pin = ["taskset", "-c", ",".join(map(str, pinned.get(role, cores)))]
+            made = subprocess.Popen([*pin, *command], env=env, stdout=log, stderr=log)
             processes[f"{role} {rank}"] = stack.enter_context(made)
             stack.callback(made.kill)
-        status = _statuses(processes)
+        end, status = time.monotonic() + TIMEOUT, dict[str, int | None].fromkeys(processes)
+        while None in status.values() and not any(status.values()) and time.monotonic() < end:
+            time.sleep(0.01)
+            status = {name: process.poll() for name, process in processes.items()}
         log.seek(0)
         text = log.read()
     if any(code != 0 for code in status.values()):
@@ -122,57 +141,15 @@ def _logged(run: Run, case: Case, iters: int, at: int) -> str:
     return text
 
 
-def _statuses(processes: Mapping[str, "subprocess.Popen[bytes]"]) -> dict[str, int | None]:
-    """The exit statuses when all have ended, one has failed, or it takes too long."""
-    end = time.monotonic() + TIMEOUT
-    while True:
-        status = {name: process.poll() for name, process in processes.items()}
-        if any(status.values()) or None not in status.values() or time.monotonic() > end:
-            return status
-        time.sleep(0.01)
-
-
 def members(options: argparse.Namespace, place: str) -> list[tuple[str, int]]:
     """The processes of this host: role and rank of each."""
-    counts = {"scheduler": 1, "server": options.servers, "worker": options.workers}
-    if place == "joint":
-        counts = {"scheduler": 1, "joint": options.workers}
-    elif options.role == "worker":
-        counts = {"worker": options.workers}
-    elif options.role == "server":
-        del counts["worker"]
-    return [(role, rank) for role, count in counts.items() for rank in range(count)]
-
-
-def _environment(
-    stack: contextlib.ExitStack, options: argparse.Namespace, case: Case, iters: int, at: int
-) -> dict[str, str]:
-    """What all processes have in common. Their port is taken until the stack ends."""
-    host = options.host
-    where = options.scheduler or stack.enter_context(free_port(host or "127.0.0.1"))
-    address, _, port = where.rpartition(":")
-    own = (*OTHERS, "TEST_NUM_GPU_", "TOTAL_DURATION", "BENCHMARK_SIZE", "BENCHMARK_ITER")
-    variables = {
-        "STEPMESH_BACKEND": "CPU",
-        "DMLC_PS_ROOT_URI": address.strip("[]"),
-        "DMLC_PS_ROOT_PORT": int(port) + (at if options.scheduler else 0),
-        "DMLC_NUM_WORKER": options.workers,
-        "DMLC_NUM_SERVER": options.servers,
-        "NUM_KEY_PER_SERVER": options.keys,
-        "LOG_DURATION": iters,
-        "TEST_NUM_GPU_WORKER": int(case.memory in ("gpu", "gpu:cpu")),
-        "TEST_NUM_GPU_SERVER": int(case.memory in ("gpu", "cpu:gpu")),
-        **transport_settings(case.transport),
-        **({"DMLC_NODE_HOST": host} if host else {}),
-        **({} if options.role else secret()),
-    }
-    given = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-    return {**given, **{name: str(value) for name, value in variables.items()}}
+    roles = ROLES[options.role or place]
+    counts = {"scheduler": 1, "server": options.servers}
+    return [(role, rank) for role in roles for rank in range(counts.get(role, options.workers))]
 
 
 def figures(log: str) -> dict[str, Any]:
-    """Medians over the rounds, and the slowest and the fastest one. Workers and threads are summed
-    up."""
+    """The median, slowest and fastest round. Workers and threads are summed up."""
     rounds: dict[str, list[tuple[float, float]]] = {}
     for who, goodput, messages in LINE.findall(log):
         rounds.setdefault(who, []).append((float(goodput), float(messages)))
@@ -181,10 +158,6 @@ def figures(log: str) -> dict[str, Any]:
         values = [what([line[column] for line in lines]) for lines in rounds.values()]
         return round(sum(values), 4) if values else None
 
-    median = statistics.median
-    found = {"goodput_gbps": total(median), "goodput_min": total(min), "goodput_max": total(max)}
-    return {
-        **found,
-        "messages": total(median, 1),
-        "rounds": max(map(len, rounds.values()), default=0),
-    }
+    median, count = statistics.median, max(map(len, rounds.values()), default=0)
+    found = total(median), total(min), total(max), total(median, 1)
+    return {**dict(zip(GOODPUT, found, strict=True)), "rounds": count}

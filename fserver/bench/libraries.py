@@ -19,7 +19,7 @@ from .baseline import SMALL
 from .crew import Case
 from .options import ON_CPU, ON_GPUS
 from .report import Figures, figures
-from .run import CrewPlayer, Way
+from .run import Way
 from .team import WAIT, Team, Teammate
 
 LIMIT = 60.0  # seconds; what is done in one go, the first of which takes longest
@@ -44,8 +44,7 @@ Sizes = Sequence[tuple[int, int]]
 
 
 class Route(NamedTuple):
-    """Sends what is in source, and takes what comes into landing: on the current stream; with nixl,
-    by the host."""
+    """Sends `source` and receives into `landing`: on the current stream; with nixl, by the host."""
 
     source: torch.Tensor
     landing: torch.Tensor
@@ -103,9 +102,8 @@ class SendRecv:
 
 
 class Symmetric:
-    """Copies into a peer's memory, and a flag. Nobody overwrites what is not read: a worker sends
-    the next message of a stage after it received this one's answer, and a server answers what it
-    received."""
+    """Copies into a peer's memory, and a flag. Nothing unread is overwritten: a worker waits for
+    the answer before it sends the next message of a stage, and a server only answers."""
 
     def __init__(self, side: Teammate, room: int, stages: int):
         self.memory, self.handle = _symmetric(side, room)
@@ -207,16 +205,14 @@ def join(way: str, side: Teammate, room: int, stages: int = 1) -> Any:
     if way != "nixl":
         _group(way, side)
     library = OF[way](side, room, stages)
-    if side.device.type == "cuda":
-        torch.cuda.synchronize()
+    side.sync()
     side.barrier()
     return library
 
 
 def theirs(side: Teammate, sizes: Sizes) -> list[Route]:
     """Opens routes of the library that this process has joined. Each is used once, on the current
-    stream: NCCL connects when it is first used, and no kernel is to be loaded while another one
-    waits."""
+    stream: NCCL connects at its first use, and no kernel may be loaded while another one waits."""
     workers, servers, rank = side.workers, side.servers, side.rank
     rest, found = side.library.memory, []
     for stage, (push, pull) in enumerate(sizes):
@@ -242,10 +238,9 @@ def _group(way: str, side: Teammate) -> None:
         import torch.distributed._symmetric_memory as symm
 
         symm.set_backend("NVSHMEM")
-    gpu: dict[str, Any] = {"device_id": side.device} if side.device.type == "cuda" else {}
-    group = {"rank": side.index, "world_size": side.count, "timeout": WAIT, **gpu}
-    store = dist.PrefixStore("group", side.store)
-    dist.init_process_group("nccl" if gpu else "gloo", store=store, **group)
+    group: dict[str, Any] = {"rank": side.index, "world_size": side.count, "timeout": WAIT}
+    group |= {"backend": "nccl", "device_id": side.device} if side.on_gpu else {"backend": "gloo"}
+    dist.init_process_group(store=dist.PrefixStore("group", side.store), **group)
     dist.barrier()
 
 
@@ -264,8 +259,7 @@ def _symmetric(side: Teammate, count: int) -> tuple[torch.Tensor, Any]:
 
 
 class Rival(Teammate):
-    """One of two processes, in which the host waits for its stream at each round trip, as
-    push_pull and wait do."""
+    """One of two processes. The host waits for its stream at each trip, as with push_pull, wait."""
 
     def join(self, by: str, room: int) -> None:
         """Joins the other. `room`: bytes of the largest message."""
@@ -294,7 +288,6 @@ class Rival(Teammate):
         self.settle()
 
     def measure(self, warmup: int, count: int) -> Figures:
-        """Times `count` round trips."""
         now, samples = time.perf_counter_ns, []
         with torch.cuda.stream(self.main):
             for _ in range(warmup + count):
@@ -313,18 +306,16 @@ def beside(
     cores: tuple[int, int] | None,
 ) -> Iterator[Way]:
     """A way for each of the names; those that cannot be had know why. Their processes end with the
-    stack. `gpus` and `cores` are of the two sides of ours, and `room` is the bytes of the largest
-    message."""
+    stack. `gpus` and `cores` are those of our two sides; the largest message has `room` bytes."""
     for name in names:
         way = Way(name, None, raw, _unable(name, gpus), spare=True)
         if not way.reason:
             with way.tried():
-                variables = ENVIRONMENT if gpus else {}
                 # A library may have threads that never sleep: not on the cores of ours.
                 apart = os.sched_getaffinity(0) - set(cores or ())
-                team = Team((1, 1), gpus, apart, Rival, variables, LIMIT)
-                stack.enter_context(team).all("join", name, room)
-                way.player = CrewPlayer(team)
+                team = Team((1, 1), gpus, apart, Rival, ENVIRONMENT if gpus else {}, LIMIT)
+                way.player = stack.enter_context(team)
+                team.all("join", name, room)
         yield way
 
 

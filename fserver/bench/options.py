@@ -17,36 +17,22 @@ TRANSPORTS = "transports: values of FSERVER_TRANSPORT, which `fserver env` lists
 ROUND_BYTES = 64 << 20  # of a round without --seconds or --iters
 
 Type = Callable[[str], Any]
-Option = tuple[str, Callable[[str], Any] | tuple[str, ...], Any, str]
-"""A flag, its type or the words that it allows, its default (None: nothing is shown) and its help.
-A type that is `bool` makes a switch."""
-
-TWO_HOSTS: tuple[Option, ...] = (
-    ("--scheduler", str, None, "two hosts: HOST:PORT, an address of the servers' host"),
-    ("--role", ("worker", "server"), None, "two hosts: the role of this host"),
-    ("--host", str, None, "two hosts: the address of this host to use"),
-)
+Option = tuple[str, Type, Any, str]
+"""A flag, its type (bool: a switch), its default (None: nothing is shown) and its help."""
 
 
 class Parser(argparse.ArgumentParser):
     """A parser whose options are rows."""
 
     def option(self, flag: str, kind: Any, default: Any, text: str) -> None:
-        if kind is bool:
-            self.add_argument(flag, action="store_true", help=text)
-            return
-        how = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
-        if default is not None:
-            text += f" (default {default})"
-        self.add_argument(flag, default=default, help=text, **how)
+        how = {"action": "store_true"} if kind is bool else {"type": kind, "default": default}
+        self.add_argument(flag, help=f"{text} (default {default})" if default else text, **how)
 
 
 def parser(name: str, text: str, *options: Option) -> Parser:
-    """The parser of a benchmark, with this description, these options and those of a Run."""
+    """The parser of a benchmark, with this description and these options."""
     made = Parser(prog=f"fserver bench {name}", description=text)
     made.option("--json", output, None, "also write the results to this file, as JSON")
-    core = "A,B: run the workers on core A and the servers on core B (default: the first two)"
-    made.option("--cores", cores, None, core)
     for option in options:
         made.option(*option)
     return made
@@ -83,13 +69,15 @@ def wanted(parse: Callable[[str], Any], fits: Callable[[Any], bool], want: str) 
 
 
 def listed(kind: Type) -> Type:
-    """The type of an option that is a list."""
     return lambda text: [kind(part) for part in text.split(",")]
 
 
 def some_of(*allowed: str) -> Type:
-    """The type of an option that is a list of these words."""
     return listed(wanted(str, allowed.__contains__, f"some of {', '.join(allowed)}"))
+
+
+def one_of(*allowed: str) -> Type:
+    return wanted(str, allowed.__contains__, f"one of {', '.join(allowed)}")
 
 
 def _bytes(text: str) -> int:
@@ -109,7 +97,13 @@ size = wanted(_bytes, lambda count: count >= 8, LEAST)
 positive = wanted(int, lambda number: number >= 1, "a whole number, 1 or more")
 above_zero = wanted(float, lambda number: 0 < number < math.inf, "a number, more than 0")
 output = wanted(_created, bool, "a file that can be written")
-cores = wanted(lambda text: tuple(map(int, text.split(","))), lambda c: len(c) == 2, "A,B")
+TWO_HOSTS: tuple[Option, ...] = (
+    ("--scheduler", str, None, "two hosts: HOST:PORT, an address of the servers' host"),
+    ("--role", one_of("worker", "server"), None, "two hosts: the role of this host"),
+    ("--host", str, None, "two hosts: the address of this host to use"),
+)
+_two = wanted(lambda text: tuple(map(int, text.split(","))), lambda two: len(two) == 2, "A,B")
+CORES: Option = ("--cores", _two, None, "A,B: of the workers, of the servers (default: first two)")
 
 
 def exchange(text: str) -> tuple[int, int]:

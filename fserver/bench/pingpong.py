@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import functools
 import itertools
 import statistics
 from collections.abc import Iterator, Sequence
@@ -10,9 +9,9 @@ from typing import Any
 
 from . import options as opts
 from . import report
-from .baseline import SMALL, Baseline, compiled, program
-from .crew import Case, Crew, connected, members, transport_settings
-from .run import CrewPlayer, Run, Way, need_gpu
+from .baseline import SMALL
+from .crew import Case, Crew, connected, members, settings_of
+from .run import Run, Way, need_gpu
 
 OPS = ("push", "pull", "push_pull")
 SIZES = "64,4K,64K,1M,16M,64M"
@@ -29,6 +28,7 @@ PARSER = opts.parser(
     "bytes of both directions. The ratio is p50 divided by raw p50. The number in every answer is "
     "checked. Between rounds, all bytes of an exchange are compared, in memory that held other "
     "values before. docs/benchmarks.md describes groups, what is beside fserver, and two hosts.",
+    opts.CORES,
     ("--transport", opts.listed(str), "auto", opts.TRANSPORTS),
     ("--device", opts.some_of("cpu", "gpu"), "cpu", "where the tensors are: cpu, gpu, or both"),
     ("--groups", opts.listed(opts.positive), "1", "numbers of worker groups of a process"),
@@ -50,16 +50,14 @@ PARSER = opts.parser(
 
 
 def main(argv: list[str]) -> int:
-    """Runs the benchmark; returns the exit status."""
     options = _options(argv)
     several = {"device": options.device, "groups": options.groups}
-    columns = [*(name for name, values in several.items() if values[1:]), *report.MEASURED]
-    columns += report.RAW
-    columns += OF_MODEL if options.layers > 1 else ()
+    columns = [name for name, values in several.items() if values[1:]]
+    columns += [*report.MEASURED, *report.RAW, *(OF_MODEL if options.layers > 1 else ())]
     apart = list(itertools.product(*several.values()))
-    steps = len(apart) * len(options.sizes) * len(options.ops) * options.rounds
-    with Run("pingpong", options, columns, steps) as run:
-        run.table(row for device, groups in apart for row in _rows(run, device, groups))
+    count = len(apart) * len(options.sizes) * len(options.ops)
+    with Run("pingpong", options, columns) as run:
+        run.table((rows for each in apart for rows in _cases(run, *each)), count)
         for key, (text, _) in report.PARTS.items() if options.layers > 1 and run.rows else ():
             print(f"{text:<50}", *(f"{row['parts_us'][key]:>9.1f} µs" for row in run.rows))
     return 0
@@ -80,25 +78,23 @@ def cases(options: argparse.Namespace, device: str = "cpu") -> list[Case]:
 
 
 def _options(argv: list[str]) -> argparse.Namespace:
-    """The options, checked, with defaults that depend on others."""
     options = PARSER.parse_args(argv)
     opts.check_hosts(PARSER, options)
-    alone = options.transport[1:], options.device, options.beside, options.shared
-    several = options.workers * options.servers > 1 or options.groups != [1]
-    if options.role and (several or alone != ([], ["cpu"], None, False)):
+    several, on_cpu = options.groups != [1], options.device == ["cpu"]
+    more = options.transport[1:] or options.workers * options.servers > 1 or options.shared
+    if options.role and (more or several or options.beside or not on_cpu):
         PARSER.error("--role: want one --transport, worker and server, --device cpu, no --beside")
     if options.layers * options.stages > TRACES:
-        PARSER.error(
-            f"--layers {options.layers} x --stages {options.stages}: want at most {TRACES}"
-        )
-    if options.shared and options.device != ["cpu"]:
+        PARSER.error(f"--layers x --stages: want at most {TRACES}")
+    if options.shared and not on_cpu:
         PARSER.error("--shared: want --device cpu")
-    if options.groups != [1] and (options.beside or options.device != ["cpu"]):
+    if several and (options.beside or not on_cpu):
         PARSER.error("--groups: want --device cpu and no --beside")
     return options
 
 
-def _rows(run: Run, device: str, groups: int) -> Iterator[dict[str, Any]]:
+def _cases(run: Run, device: str, groups: int) -> Iterator[list[dict[str, Any]]]:
+    """The rows of each case."""
     options = run.options
     planned = cases(options, device)
     with contextlib.ExitStack() as stack:
@@ -107,10 +103,12 @@ def _rows(run: Run, device: str, groups: int) -> Iterator[dict[str, Any]]:
             ways += _others(run, stack, players, planned)
         for case in planned:
             run.measure(ways, case)
+            rows = []
             for way in ways if options.role != "server" else ():
-                sent = way.player.crew.workers("sent")[0] if way in players else []
+                sent = way.player.all("sent")[0] if way in players else []
                 row = {**way.row(case, groups), "device": device, "sent": sent}
-                yield {**row, **(_of_model(way, case) if options.layers > 1 else {})}
+                rows.append({**row, **(_of_model(way, case) if options.layers > 1 else {})})
+            yield rows
 
 
 def _of_model(way: Way, case: Case) -> dict[str, Any]:
@@ -128,18 +126,17 @@ def _ours(run: Run, stack: contextlib.ExitStack, case: Case, groups: int) -> Ite
     """A pair for each transport, and another one for shared tensors. They end with the stack."""
     options = run.options
     alone = len(options.transport) * len(options.device) == 1
-    for transport, shared in itertools.product(
-        options.transport, [False, True][: 1 + options.shared]
-    ):
+    kinds = (False, True) if options.shared else (False,)
+    for transport, shared in itertools.product(options.transport, kinds):
         way = Way(transport, spare=not alone)
         with way.tried():
             crew = stack.enter_context(_pair(run, transport, case.device, groups))
-            player = CrewPlayer(crew, shared)
+            crew.shared = shared
             if case.device == "gpu":  # how that travels is known when it has
-                player.prepare(case)
-                player.check(0)
+                crew.prepare(case)
+                crew.check(0)
             name = transport if options.role == "server" else crew.transport()
-            way = Way(f"{name} shared" if shared else name, player, run.raw(name, crew.gpus))
+            way = Way(f"{name} shared" if shared else name, crew, run.raw(name, crew.gpus))
         yield way
 
 
@@ -150,10 +147,9 @@ def _pair(
     options = run.options
     if device == "gpu":
         need_gpu()
-    where = {"host": options.host, "scheduler": options.scheduler, "device": device}
-    counts = options.workers, options.servers
-    both = members(run.cores, counts=counts, groups=groups)
-    return connected([m for m in both if options.role in (None, m.role)], transport, **where)
+    both = members(run.cores, counts=(options.workers, options.servers), groups=groups)
+    mine = [m for m in both if options.role in (None, m.role)]
+    return connected(mine, transport, options.host, options.scheduler, device)
 
 
 def _others(
@@ -161,7 +157,7 @@ def _others(
 ) -> Iterator[Way]:
     """The other libraries, which end with the stack, and the programs of --beside."""
     raw, on_gpu = ours[0].raw, planned[0].device == "gpu"
-    gpus = ours[0].player.crew.gpus if on_gpu else None
+    gpus = ours[0].player.gpus if on_gpu else None
     names = run.options.beside or (opts.ON_GPUS if on_gpu else ())
     if others := [name for name in names if name in LIBRARIES]:
         from . import libraries  # with torch, which takes seconds
@@ -169,14 +165,9 @@ def _others(
         room = max(SMALL, *(max(case.moved) for case in planned))
         yield from libraries.beside(stack, others, raw, gpus, room, run.cores)
     if "shm" in names:
-        yield run.way("raw shm", lambda: program("raw shm", run.cores))
+        yield run.program(Way("raw shm"), "raw shm")
     for way in ours if "c++" in names else ():
         if not way.player.shared:
-            cpp = functools.partial(_cpp, run, way.name.partition("/")[0])
-            yield run.way(f"{way.name} C++", cpp, way.raw)
-
-
-def _cpp(run: Run, transport: str) -> Baseline:
-    command = [str(compiled("cppecho.cc")), *map(str, run.cores)]
-    settings = {"STEPMESH_BACKEND": "CPU", "FSERVER_LOG": "warn", **transport_settings(transport)}
-    return Baseline("C++", command, **settings)
+            settings = settings_of(way.name.partition("/")[0], one_host=False)
+            settings |= {"STEPMESH_BACKEND": "CPU", "FSERVER_LOG": "warn"}
+            yield run.program(Way(f"{way.name} C++", raw=way.raw), "C++", (0, 0), **settings)

@@ -1,7 +1,5 @@
 """Starts Python processes for benchmarks and tests, exchanges objects with them, and ends them.
-
-What a process sends is an answer. If that is a BenchError, the parent raises it.
-"""
+What a process sends is an answer. If that is a BenchError, the parent raises it."""
 
 import atexit
 import contextlib

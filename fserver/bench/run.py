@@ -6,43 +6,15 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from . import report
-from .baseline import Baseline, baseline_of, program
-from .crew import Case, Crew
+from .baseline import OF_TRANSPORT, Baseline
+from .crew import Case
 from .errors import BenchError
 from .options import exchanges
 from .report import Figures
-
-
-class CrewPlayer:
-    """Workers and servers of a crew. All players have these methods and `unit`, the number of
-    exchanges that `measure` counts as one."""
-
-    def __init__(self, crew: Crew, shared: bool = False):
-        self.crew, self.shared, self.unit = crew, shared, 1
-        self._p50_us = 0.0  # of the last round
-
-    def prepare(self, case: Case) -> None:
-        """The case of the next rounds."""
-        self.unit = case.unit
-        self.crew.all("prepare", dataclasses.replace(case, shared=self.shared))
-
-    def check(self, seed: int) -> None:
-        """Outside of the timed part: exchanges that are compared byte by byte."""
-        self.crew.all("verify", seed)
-
-    def measure(self, warmup: int, count: int) -> Figures:
-        """One round; p50_us is of a single exchange, of the slowest process with workers."""
-        # More time by ten times what is to be expected, if exchanges take as long as the last ones.
-        limit = self.crew.limit + 1e-5 * (warmup + count) * self.unit * self._p50_us
-        results = self.crew.workers("measure", warmup, count, limit=limit)
-        nobody = {"p50_us": 0.0}  # of two hosts, that of the server
-        found: Figures = max(results, key=lambda figures: figures["p50_us"], default=nobody)
-        self._p50_us = found["p50_us"]
-        return found
 
 
 @dataclasses.dataclass
@@ -51,10 +23,11 @@ class Way:
     compared with; and what was measured last. Where a `spare` one fails, the others go on."""
 
     name: str
-    player: Any = None
+    player: Any = None  # a Crew or a Baseline
     raw: "Way | None" = None
     reason: str | None = None
     spare: bool = False
+    count: int = 0  # of what a round measures
     rounds: list[Figures] = dataclasses.field(default_factory=list)
 
     @contextlib.contextmanager
@@ -79,59 +52,36 @@ class Way:
         }
 
 
-def take_turns(
-    ways: Sequence[Way],
-    rounds: int,
-    seconds: float,
-    iters: int | None = None,
-    done: Callable[[], None] = lambda: None,
-) -> None:
+def take_turns(ways: Sequence[Way], rounds: int, seconds: float, iters: int | None = None) -> None:
     """Measures all ways that have a player, in turn. A round of one takes about so many seconds, or
-    has `iters` exchanges, in the largest unit of the players. `done` is called after each round of
-    all."""
+    has `iters` exchanges, in the largest unit of the players."""
     ways = [way for way in ways if way.player]
     largest = max((way.player.unit for way in ways), default=1)
-    counts = {}
     for way in ways:
         way.rounds = []
         with way.tried():
             unit = way.player.unit
             way.player.check(0)
-            counts[id(way)] = (iters or 0) * largest // unit
+            way.count = (iters or 0) * largest // unit
             if iters is None:
                 trial = max(10 // unit, 1)
                 p50 = way.player.measure(1, trial)["p50_us"]
-                counts[id(way)] = min(max(int(seconds * 1e6 / p50 / unit), trial), 100_000)
+                way.count = min(max(int(seconds * 1e6 / p50 / unit), trial), 100_000)
     for turn in range(rounds):
         for way in ways[:: -1 if turn % 2 else 1]:
             with way.tried():
                 if way.player:
-                    count = counts[id(way)]
-                    figures = way.player.measure(min(max(count // 10, 1), 500), count)
+                    warmup = min(max(way.count // 10, 1), 500)
+                    way.rounds.append(way.player.measure(warmup, way.count))
                     way.player.check(turn + 1)
-                    way.rounds.append(figures)
-        done()
 
 
 class Run(contextlib.ExitStack):
-    """What one command measures. Processes that are entered into it end with it.
+    """What one command measures, with its options, the cores of workers and servers, and the rows
+    of its table. Processes that are entered into it end with it."""
 
-    `options` are as the parser gave them, `cores` those of workers and servers, and `rows` those
-    of the table.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        options: argparse.Namespace,
-        columns: Sequence[str],
-        steps: float = 0,
-    ):
-        """Checks that there is a GPU if one is asked for, and prints on what is measured. `step`
-        will be called so often."""
-        from rich.console import Console
-        from rich.progress import Progress
-
+    def __init__(self, name: str, options: argparse.Namespace, columns: Sequence[str]):
+        """Checks that there is a GPU if one is asked for, and prints on what is measured."""
         super().__init__()
         self.options, self.rows = options, list[dict[str, Any]]()
         self._name, self._columns = name, columns
@@ -143,34 +93,28 @@ class Run(contextlib.ExitStack):
         self.facts = report.machine(self.cores)
         text = "{cpu}, {cores} cores (pinned to {pinned}), {kernel}, python {python}, {versions}"
         print(text.format(**self.facts), flush=True)
-        bar = Progress(
-            console=Console(stderr=True),
-            transient=True,
-            redirect_stdout=sys.stdout.isatty(),
-            disable=not sys.stderr.isatty(),
-        )
-        self._bar = self.enter_context(bar)
-        self._task = self._bar.add_task(name, total=steps)
 
-    def table(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Prints a table, row by row, and writes the file that was asked for."""
+    def table(self, cases: Iterable[Sequence[dict[str, Any]]], count: int) -> None:
+        """Prints the rows of each of `count` cases as they come, then writes the file of --json."""
+        from rich.console import Console
+        from rich.progress import track
+
+        hidden = not (sys.stdout.isatty() and sys.stderr.isatty())
+        bar: dict[str, Any] = {"console": Console(stderr=True), "transient": True}
         print(report.header(self._columns), flush=True)
-        for row in rows:
-            print(report.line(self._columns, row), flush=True)
-            self.rows.append(row)
+        for rows in track(cases, self._name, count, disable=hidden, **bar):
+            for row in rows:
+                print(report.line(self._columns, row), flush=True)
+            self.rows += rows
         if self.options.json:
             about = {"machine": self.facts, "options": vars(self.options)}
             report.save(self.options.json, {"bench": self._name, "rows": self.rows, **about})
 
-    def step(self) -> None:
-        self._bar.advance(self._task)
-
-    def way(self, name: str, make: Callable[[], Baseline], raw: Way | None = None) -> Way:
-        """The way of a program that `make` starts, until the run ends; without a compiler, or if
-        the system refuses its calls, why there is none."""
-        way = Way(name, None, raw, spare=True)
+    def program(self, way: Way, kind: str, gpus: tuple[int, int] = (0, 0), **variables: str) -> Way:
+        """Makes a program the player of a way until the run ends, or notes why it cannot run."""
+        way.spare = True
         with way.tried():
-            player = self.enter_context(make())
+            player = self.enter_context(Baseline(kind, self.cores, gpus, **variables))
             player.prepare(Case("", (8,), (8,)))
             player.measure(0, 1)
             way.player, way.spare = player, False
@@ -178,12 +122,13 @@ class Run(contextlib.ExitStack):
 
     def raw(self, transport: str, gpus: tuple[int, int] = (0, 0)) -> Way:
         """The raw baseline of a transport, which is started once."""
-        name = "" if self._role else baseline_of(transport)  # it has both ends on one host
+        # "cma/staged" has that of "cma". A program has both ends on one host.
+        name = None if self._role else OF_TRANSPORT.get(transport.partition("/")[0])
         if self.options.no_baseline or not name:
             missing = "--no-baseline" if name else "there is no raw program that does the same"
             return Way("", reason=missing)
         if name not in self._raws:
-            self._raws[name] = self.way(name, lambda: program(name, self.cores, gpus))
+            self._raws[name] = self.program(Way(name), name, gpus)
         return self._raws[name]
 
     def measure(self, ways: Sequence[Way], case: Case) -> None:
@@ -195,7 +140,7 @@ class Run(contextlib.ExitStack):
                 way.player.prepare(case)
         how = self.options
         iters = exchanges(how, case.unit * sum(case.moved)) if self._role else how.iters
-        take_turns(playing, how.rounds, how.seconds, iters, self.step)
+        take_turns(playing, how.rounds, how.seconds, iters)
 
 
 def choose_cores(asked: tuple[int, int] | None) -> tuple[int, int]:
@@ -215,7 +160,6 @@ def choose_cores(asked: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def need_gpu() -> None:
-    """Raises BenchError if there is no GPU."""
     import torch  # takes seconds
 
     if not torch.cuda.is_available():

@@ -1,12 +1,10 @@
-"""Processes that exchange objects with each other and have a stream each: those of another library,
-and of a graph."""
+"""Processes with a stream each that exchange objects: those of other libraries and of graphs."""
 
 from __future__ import annotations
 
 import ast
 import itertools
 import multiprocessing
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -33,12 +31,9 @@ class Teammate(Actor):
         shape: tuple[int, int],
         at: tuple[str, int],
         gpu: int | None = None,
-        cores: Sequence[int] = (),
         turns: Any = None,
         timeout: timedelta = WAIT,
     ):
-        if cores:  # other processes are not in the way of the timings
-            os.sched_setaffinity(0, set(cores))
         super().__init__(make)
         self.index, self.count = index, sum(shape)
         self.workers, self.servers = shape
@@ -68,8 +63,7 @@ class Teammate(Actor):
         self.exchange(None)
 
     def together(self) -> None:
-        """A barrier that all sides leave at the same moment. They poll, because waking a process
-        takes tens of microseconds."""
+        """A barrier that all leave at the same moment: waking a process would take tens of µs."""
         self._turns[self.index] += 1
         while min(self._turns) < self._turns[self.index]:
             pass
@@ -126,9 +120,8 @@ class Team(Crew):
         variables: Mapping[str, str] | None = None,
         limit: float = TIMEOUT,
     ):
-        """Starts so many workers and servers on these GPUs, or on the CPU. Each has an equal part
-        of the cores, if that is CORES or more. The environment of the processes has these variables
-        from the start."""
+        """Starts so many workers and servers on these GPUs, or on the CPU, with these variables in
+        their environment. Each has an equal share of the cores, if that is CORES or more."""
         host, count, every = "127.0.0.1", sum(shape), sorted(cores)
         each = len(every) // count
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -137,7 +130,7 @@ class Team(Crew):
         for i in range(count):
             role, rank = ("worker", i) if i < shape[0] else ("server", i - shape[0])
             mine = every[i * each : (i + 1) * each] if each >= CORES else []
-            own = i, shape, at, gpus[i] if gpus else None, mine, turns
-            name = f"{role} {rank}"
-            members.append(Member(name, actor, role, args=own, variables=variables or {}))
+            own = i, shape, at, gpus[i] if gpus else None, turns
+            how: dict[str, Any] = {"args": own, "variables": variables or {}}
+            members.append(Member(f"{role} {rank}", actor, role, mine, **how))
         super().__init__(members, limit)

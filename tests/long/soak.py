@@ -31,7 +31,7 @@ from fserver import _loader
 from fserver.bench.actors import Actor, ServerActor, WorkerActor
 from fserver.bench.crew import Case, Crew, members
 from fserver.bench.errors import BenchError
-from fserver.bench.options import Parser, output, positive, size
+from fserver.bench.options import Parser, one_of, output, positive, size
 from fserver.bench.report import show_size
 from fserver.bench.run import choose_cores, need_gpu
 
@@ -237,7 +237,7 @@ def parser() -> argparse.ArgumentParser:
     made.option("--warmup", positive, 50_000, "push_pulls before it measures")
     made.option("--size", size, 4096, "bytes in each direction")
     made.option("--transport", str, "auto", "the transport")
-    made.option("--device", ("cpu", "gpu"), "cpu", "where the tensors are")
+    made.option("--device", one_of("cpu", "gpu"), "cpu", "where the tensors are")
     made.option("--limit", positive, None, "the exit status is 1 if memory grows by more bytes")
     made.option("--json", output, None, "also write the results to this file, as JSON")
     return made

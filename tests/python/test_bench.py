@@ -99,7 +99,7 @@ def asked(**more):
 def test_json(tmp_path):
     path = tmp_path / "out.json"
     with Run("pingpong", asked(json=str(path), cores=(0, 0)), COLUMNS) as run:
-        run.table([report.row("tcp", "push", (64, 0), [], [])])
+        run.table([[report.row("tcp", "push", (64, 0), [], [])]], 1)
     got = json.loads(path.read_text())
     assert got["bench"] == "pingpong" and got["rows"] == run.rows
     assert got["machine"]["pinned"] == [0, 0] and got["machine"]["cores"] == os.cpu_count()

@@ -192,4 +192,4 @@ def test_they_have_cores_of_their_own(count, want, monkeypatch):
     monkeypatch.setattr(team.Crew, "__init__", start)
     with contextlib.ExitStack() as stack:
         [*libraries.beside(stack, ["gloo"], None, None, 64, (1, 4))]
-    assert tuple(member.args[4] for member in started) == want
+    assert tuple(member.cores for member in started) == want

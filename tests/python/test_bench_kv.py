@@ -186,7 +186,7 @@ def test_cma_stays_inside_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two hosts its rows are skipped, as the other host skips them."""
     monkeypatch.setattr(kv, "_logged", lambda *_: "")
     options = Namespace(role="worker", keys=1, servers=1, iters=1)
-    run = Namespace(options=options, step=lambda: None)
+    run = Namespace(options=options)
     for transport, reason in (("cma", "it stays inside a host"), ("tcp", None)):
         case = kv.Case("remote", "cpu", transport, "push", 64)
         assert kv._row(run, 0, case)["skipped"] == reason

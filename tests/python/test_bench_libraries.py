@@ -29,6 +29,7 @@ class Side:
         self.peers = range(self.workers, self.count) if self.is_worker else range(self.workers)
         self.library = None
 
+    on_gpu = True
     sync = settle = lambda self: None
 
     def exchange(self, mine):

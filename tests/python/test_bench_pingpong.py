@@ -135,11 +135,13 @@ def test_inside_a_host(tmp_path):
 def test_shared_tensors_are_shared(monkeypatch):
     """Only those of the second pair."""
     seen = []
-    monkeypatch.setattr(
-        Crew, "all", lambda self, method, *cases: seen.extend(c.shared for c in cases)
-    )
+
+    def all_do(self, method, *cases):
+        seen.extend(c.shared for c in cases)
+        return [[]]
+
+    monkeypatch.setattr(Crew, "all", all_do)
     monkeypatch.setattr(Crew, "transport", lambda self: "cma")
-    monkeypatch.setattr(Crew, "workers", lambda self, method, *_: [[]])
     monkeypatch.setattr(run, "take_turns", lambda *_: None)
     argv = ["--sizes", "64,4K", "--ops", "push", "--transport", "cma", "--shared", "--no-baseline"]
     assert pingpong.main(argv) == 0
@@ -151,7 +153,7 @@ def test_a_program_in_cpp_that_fails(monkeypatch, tmp_path):
     argv = ["pingpong", "--sizes", "64", "--ops", "push", "--iters", "10", "--no-baseline"]
     argv += ["--beside", "c++", "--json", str(tmp_path / "rows.json")]
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(pingpong, "compiled", baseline.compiled.__wrapped__)  # not compiled before
+    monkeypatch.setattr(baseline, "compiled", baseline.compiled.__wrapped__)  # not compiled before
     assert bench.main(argv) == 0
     ours, cpp = written(tmp_path / "rows.json", "pingpong")
     assert ours["p50_us"] > 0 and "no-such-compiler: not found" in cpp["skipped"]
@@ -159,14 +161,13 @@ def test_a_program_in_cpp_that_fails(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
 def test_the_program_in_cpp():
-    command = [str(baseline.compiled("cppecho.cc")), "-1", "-1"]
     settings = {"FSERVER_TRANSPORT": "pigeon"}
-    with baseline.Baseline("C++", command, **settings) as failing:
+    with baseline.Baseline("C++", (-1, -1), **settings) as failing:
         failing.prepare(Case("push_pull", (64,), (64,)))
         with pytest.raises(BenchError, match='FSERVER_TRANSPORT="pigeon"'):
             failing.measure(1, 1)
     settings = {"FSERVER_TRANSPORT": "tcp"}
-    with baseline.Baseline("C++", command, **settings) as right:
+    with baseline.Baseline("C++", (-1, -1), **settings) as right:
         right.prepare(Case("push_pull", (64,), (32,)))  # not an echo
         assert right.measure(1, 5)["iters"] == 5
 
@@ -217,19 +218,20 @@ def test_layers_between_two_hosts(tmp_path, port):
     assert row["parts_us"]["network"] > 0 and row["baseline"] is None
 
 
-class GpuCrew:
+class GpuCrew(Crew):
     """A pair with tensors on two GPUs, which knows how they travel when they have."""
 
-    gpus, limit = (0, 1), 20.0
     moved = False
 
-    def all(self, method, *_):
-        self.moved = self.moved or method == "verify"
+    def __init__(self):
+        super().__init__([])
+        self.gpus = (0, 1)
 
-    def workers(self, method, *counts, **_):
-        if method == "sent":
-            return [[]]
-        return [{"iters": counts[1], "p50_us": 20.0, "p99_us": 30.0}]
+    def all(self, method, *args, **_):
+        self.moved = self.moved or method == "verify"
+        if method == "measure":
+            return [{"iters": args[1], "p50_us": 20.0, "p99_us": 30.0}, None]
+        return [[]]
 
     def transport(self):
         return "cudaipc" if self.moved else ""

@@ -48,7 +48,7 @@ def played(
     ):
         for first in range(0, steps, CHUNK):
             count = min(CHUNK, steps - first)
-            moved.update(both.workers("play", SEED, first, count, LIMIT)[0])
+            moved.update(both.all("play", SEED, first, count, LIMIT)[0])
         assert transport in (both.transport(), "auto")
     return moved
 

@@ -11,22 +11,21 @@ import torch
 
 from .. import libraries
 from ..errors import BenchError
-from ..options import ON_STREAMS, Option, Parser, above_zero, output, positive, some_of
+from ..options import ON_STREAMS, above_zero, parser, positive, some_of
 from ..report import save
 from ..team import Team
 from . import overlap, traffic, trips
 
-TEXT = (
-    "Measures stream channels in CUDA graphs, with the traffic of a disaggregated model, and other "
-    "libraries that move the same bytes (rows with `by`; one that does not work here is skipped). "
-    "docs/benchmarks.md describes the rows. The exit status is 1 if a row failed or data was wrong."
-)
+# Each has `rows`, of which the last ones are most likely to fail, and `summary`.
 WORKS: dict[str, Any] = {"af": traffic, "overlap": overlap, "trips": trips}
 MODES = ("kernel", "copy")  # of channels on GPUs
 SOME = (*MODES, "host", "none")
 BESIDE = (*ON_STREAMS, "none")
-OPTIONS: tuple[Option, ...] = (
-    ("--json", output, None, "also write the results to this file, as JSON, after each row"),
+PARSER = parser(
+    "graph",
+    "Measures stream channels in CUDA graphs, with the traffic of a disaggregated model, and other "
+    "libraries that move the same bytes (rows with `by`; one that does not work here is skipped). "
+    "docs/benchmarks.md describes the rows. The status is 1 if a row failed or data was wrong.",
     ("--modes", some_of(*SOME), None, f"of channels, {', '.join(SOME)} (default: all that fit)"),
     ("--beside", some_of(*BESIDE), ",".join(ON_STREAMS), f"beside, some of {', '.join(BESIDE)}"),
     ("--workers", positive, None, "number of workers (default: 2 with 4 or more GPUs, else 1)"),
@@ -42,6 +41,7 @@ OPTIONS: tuple[Option, ...] = (
     ("--seconds", above_zero, 40.0, "overlap: longest time of a row"),
     ("--runs", positive, 1000, "trips: number of runs of a graph of 20 round trips"),
 )
+PARSER.add_argument("work", choices=WORKS, help="see docs/benchmarks.md")
 
 
 def team(shape: tuple[int, int], **how: Any) -> Team:
@@ -90,17 +90,12 @@ def _measured(args: argparse.Namespace) -> Generator[list[dict[str, Any]], None,
 
 
 def _parsed(argv: list[str], gpus: int) -> argparse.Namespace:
-    """The options, with defaults that depend on others."""
-    parser = Parser(prog="fserver bench graph", description=TEXT)
-    parser.add_argument("work", choices=WORKS, help="see docs/benchmarks.md")
-    for option in OPTIONS:
-        parser.option(*option)
-    args = parser.parse_args(argv)
+    args = PARSER.parse_args(argv)
     if args.work == "trips":
         args.workers = args.servers = 1
         args.modes = args.modes or SOME[:-1]
     elif "host" in (args.modes or MODES):
-        parser.error(f"--modes: 'host': want some of {', '.join(MODES)} with {args.work}")
+        PARSER.error(f"--modes: 'host': want some of {', '.join(MODES)} with {args.work}")
     args.modes = [mode for mode in args.modes or MODES if mode != "none"]
     args.beside = [way for way in args.beside if way != "none"]
     args.workers = args.workers or (2 if gpus >= 4 else 1)
@@ -113,7 +108,6 @@ def _parsed(argv: list[str], gpus: int) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the benchmark; returns the exit status."""
     gpus = torch.cuda.device_count()
     args = _parsed(argv, gpus)
     result = {"bench": "graph", "options": vars(args), "torch": torch.__version__, "gpus": gpus}

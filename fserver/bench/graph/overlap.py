@@ -23,8 +23,7 @@ STEADY = 0.003  # GEMMs before and after a part differ by no more, else the cloc
 
 
 class _Gemms:
-    """Multiplications on a stream of their own, in captured blocks. BLOCKS of them take about so
-    many ms."""
+    """Multiplications on their own stream, in captured blocks. BLOCKS of them take about `ms`."""
 
     def __init__(self, side: Teammate, size: int, ms: float):
         self.side, self.stream = side, side.stream()
@@ -135,7 +134,6 @@ def compared(at: list[float], traffic: list[list[Any]]) -> list[dict[str, Any]]:
 
 
 def rows(args: argparse.Namespace) -> Iterator[Row]:
-    """The rows of overlap; what is most likely to fail comes last."""
     limits = args.size, args.rounds, args.ms, args.seconds
     run = partial(overlap, layers=args.layers, sizes=args.sizes, limits=limits)
     kinds = [{"mode": mode, "compute": by} for by in (False, True) for mode in args.modes]

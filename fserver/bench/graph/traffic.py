@@ -1,11 +1,10 @@
-"""Round trips of several stages as a CUDA graph, alone or with the kernels of a disaggregated
-model; their time for `fserver bench graph af`."""
+"""Round trips of several stages as a CUDA graph, and their time: `fserver bench graph af`."""
 
 import argparse
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ def opened(side: Teammate, sizes: Sizes, mode: str = "", by: str = "") -> list[R
 
 
 def ours(side: Teammate, mode: str, sizes: Sizes) -> list[Route]:
-    """Opens channels of the node of this side."""
     found, peers = [], len(side.peers)
     for key, (push, pull) in enumerate(sizes):
         shapes = ((1, push), (peers, pull)) if side.is_worker else ((peers, pull), (peers, push))
@@ -60,7 +58,7 @@ class Traffic:
         """What enqueues the kernels before a send."""
         return []
 
-    @functools.cached_property
+    @cached_property
     def plan(self) -> list[Call]:
         plan, worker = list[Call](), self.side.is_worker
         for layer in range(self.layers + worker):
@@ -68,13 +66,12 @@ class Traffic:
                 if layer or not worker:
                     plan.append(way.recv)
                 if layer < self.layers:
-                    send = functools.partial(self.send_apart, way) if self.apart else way.send
+                    send = partial(self.send_apart, way) if self.apart else way.send
                     plan += [*self.between(layer, stage), send]
         return plan
 
     def send_apart(self, way: Route) -> None:
-        """Sends on the other stream. A message that has arrived has been read: nothing waits for
-        that stream."""
+        """Sends on the other stream. Nothing waits for it: what has arrived has been read."""
         self.apart.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.apart):
             way.send()
@@ -86,14 +83,12 @@ class Traffic:
             torch.cuda.current_stream().wait_stream(self.apart)
 
     def capture(self, graph: bool = True) -> None:
-        """Has replay do the body, as a graph or not. Every kernel is loaded before one that waits
-        is on a stream."""
+        """Makes `replay`, as a graph or not. Loads every kernel before one waits on a stream."""
+        stages = range(len(self.ways))
         with torch.cuda.stream(self.main):
             self.poison()
-            for layer, stage in itertools.product(
-                range(min(2, self.layers)), range(len(self.ways))
-            ):
-                for call in self.between(layer, stage):
+            for layer in range(min(2, self.layers)):
+                for call in itertools.chain(*(self.between(layer, s) for s in stages)):
                     call()
             self.wrong()
             self.meet()
@@ -115,8 +110,7 @@ class Traffic:
         return marks
 
     def timed(self, count: int) -> list[float]:
-        """Returns milliseconds of each of count replays one behind the other; before them come two
-        in which the sides meet."""
+        """Returns the ms of each of `count` replays in a row, after two in which the sides meet."""
         self.side.barrier()
         marks = self.run(count + 2)
         self.meet()
@@ -196,17 +190,15 @@ class Model(Traffic):
     def between(self, layer: int, stage: int) -> list[Call]:
         out, came = self.out[stage], self.came[stage]
         if not self.side.is_worker:
-            return [
-                functools.partial(torch.add, came, self.addends[layer, self.side.rank], out=out)
-            ]
+            return [partial(torch.add, came, self.addends[layer, self.side.rank], out=out)]
         if layer == 0:
-            return [functools.partial(torch.add, self.first[stage], self.turn, out=out)]
+            return [partial(torch.add, self.first[stage], self.turn, out=out)]
         return [self._mixing(layer, came, out[0, 0])]
 
     @staticmethod
     def _mixing(layer: int, came: torch.Tensor, out: torch.Tensor) -> Call:
         i, j = layer % len(came), (layer + 1) % len(came)
-        return functools.partial(torch.add, came[i, 0], came[j, 1], alpha=-2, out=out)
+        return partial(torch.add, came[i, 0], came[j, 1], alpha=-2, out=out)
 
     def poison(self) -> None:
         for way in self.ways:
@@ -245,8 +237,7 @@ def af(
 
 
 def rows(args: argparse.Namespace) -> Iterator[Row]:
-    """The rows of af; what is most likely to fail comes last."""
-    run = functools.partial(af, layers=args.layers, sizes=args.sizes, replays=args.replays)
+    run = partial(af, layers=args.layers, sizes=args.sizes, replays=args.replays)
     for streams in ("two", "one"):
         for mode in args.modes:
             yield run, {"mode": mode, "streams": streams}, 40

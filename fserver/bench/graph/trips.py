@@ -1,5 +1,4 @@
-"""Round trips of one channel between a worker and a server, and large messages, for `fserver bench
-graph trips`: of ours, of other libraries, and of a program in CUDA."""
+"""Round trips of a channel, of other libraries and of a program in CUDA: `bench graph trips`."""
 
 import argparse
 import gc
@@ -53,13 +52,11 @@ def _micros(times: list[int], per: int, prefix: str = "") -> Found:
     return {prefix + key: round(found[key] / per, 2) for key in ("p50_us", "p99_us", "min_us")}
 
 
-def trips(
-    side: Teammate, push: int, pull: int, how: str, runs: int, mode: str = "", by: str = ""
-) -> Found:
+def trips(side: Teammate, push: int, pull: int, how: str, runs: int, **which: str) -> Found:
     """Times round trips as `how` says: "graph xN", "enqueued xN"."""
     kind, _, count = how.partition(" x")
     layers = int(count)
-    t = Traffic(side, opened(side, [(push, pull)], mode, by), layers)
+    t = Traffic(side, opened(side, [(push, pull)], **which), layers)
     t.capture(kind == "graph")
     wrong = t.checked()
     found = _micros(_time(t, runs), layers)
@@ -83,30 +80,23 @@ def raw(side: Teammate, by: str) -> Found:
 
 
 def rows(args: argparse.Namespace) -> Iterator[Row]:
-    """The rows of trips; what is most likely to fail comes last."""
-    runs, big = args.runs, (BIG, ANSWER)
+    runs, limit, every = args.runs, 40 + args.runs * 0.005, [*SIZES, (BIG, ANSWER)]
     few = max(3, min(runs, 500) // 10)  # of what takes milliseconds
-    limit = 40 + runs * 0.005
+    hows = {"graph x200": max(3, runs // 5), "graph x20": runs, "enqueued x20": runs}
+    plans: list[Any] = [({"mode": mode}, hows, every) for mode in args.modes if mode != "host"]
+    if "host" in args.modes:
+        known = env.transports()  # of which the last one reaches every peer
+        names = [w["name"] for w in known if w["inside"] and not w["over"] or w is known[-1]]
+        ways = [{"mode": "host", "transport": name} for name in names]
+        plans += [(way, {"graph x20": few}, SIZES) for way in ways]
+    hows = dict.fromkeys(("enqueued x20", "graph x20"), min(runs, 500))
+    plans += [({"by": by}, hows, every) for by in args.beside]
     yield raw, {"by": "raw"}, 120
-    for mode in args.modes:
-        plans = [("graph x200", max(3, runs // 5)), ("graph x20", runs), ("enqueued x20", runs)]
-        ways: list[Found] = [{"mode": mode}]
-        sizes = [*SIZES, big]
-        if mode == "host":
-            plans, sizes = [("graph x20", few)], SIZES
-            known = env.transports()  # of which the last one reaches every peer
-            names = [w["name"] for w in known if w["inside"] and not w["over"] or w is known[-1]]
-            ways = [{"mode": mode, "transport": name} for name in names]
-        for way, (how, count), (push, pull) in itertools.product(ways, plans, sizes):
-            count = few if push == big[0] else count
+    for way, hows, sizes in plans:
+        for (how, count), (push, pull) in itertools.product(hows.items(), sizes):
+            count = few if push == BIG else count
             yield trips, {**way, "push": push, "pull": pull, "how": how, "runs": count}, limit
-    hows = "enqueued x20", "graph x20"
-    for by, how, (push, pull) in itertools.product(args.beside, hows, [*SIZES, big]):
-        count = few if push == big[0] else min(runs, 500)
-        yield trips, {"by": by, "push": push, "pull": pull, "how": how, "runs": count}, 40
 
 
 def summary(results: Sequence[Any], args: argparse.Namespace) -> list[Found]:
-    """What the worker found: a row, or several."""
-    found: list[Found] = results[0].pop("rows", None) or [results[0]]
-    return found
+    return list(results[0].pop("rows", None) or results[:1])
