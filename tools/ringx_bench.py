@@ -43,8 +43,8 @@ WARM = 5  # calls
 TABLE = ("way", "tokens", "forward_ms", "forward_of_ideal", "both_ms", "both_of_ideal")
 
 
-class Way(NamedTuple):
-    """One way to compute attention over all ranks, from and to local [B, S, H, D]."""
+class Method(NamedTuple):
+    """How to compute attention over all ranks, from and to local [B, S, H, D]."""
 
     name: str
     layout: str
@@ -76,18 +76,18 @@ def context_parallel(rotation: str, causal: bool, where: Tensor) -> Iterator[Non
         yield
 
 
-def ways(causal: bool, tokens: int, device: torch.device) -> Iterator[Way]:
-    """All that is compared, the GPU alone first. An option's name is a part of the way's."""
+def methods(causal: bool, tokens: int, device: torch.device) -> Iterator[Method]:
+    """All that is compared, the GPU alone first. An option is named in the name."""
     local = partial(alone, causal=causal)
-    yield Way("alone", "contiguous", local, of="alone")
+    yield Method("alone", "contiguous", local, of="alone")
     for name, how in ALGORITHMS.items():
         for copies in (False, True)[: 1 + bool(how.together)] if causal in how.masks else ():
             attend = partial(ringx_attention, algorithm=name, causal=causal, copies=copies)
-            yield Way(f"{name} copies" if copies else name, how.layout(causal), attend)
+            yield Method(f"{name} copies" if copies else name, how.layout(causal), attend)
     for rotation in ("allgather", "alltoall"):
         around = partial(context_parallel, rotation, causal, torch.arange(tokens, device=device))
         layout = "zigzag" if causal else "contiguous"
-        yield Way(f"torch {rotation}", layout, local, around, of="torch")
+        yield Method(f"torch {rotation}", layout, local, around, of="torch")
 
 
 def timed(call: Callable[[], object], count: int, on_gpu: bool) -> float:
@@ -137,33 +137,33 @@ def measure(options: argparse.Namespace, device: torch.device) -> Iterator[dict[
         shapes = [(1, tokens, n, dim) for n in heads]
         whole = [torch.randn(s, device=device, generator=generator).to(dtype) for s in shapes]
         ideal: dict[str, float] = {}
-        for way in ways(causal, tokens, device):
-            if way.name in ("alone", *(options.ways or [way.name])):
+        for method in methods(causal, tokens, device):
+            if method.name in ("alone", *(options.ways or [method.name])):
                 with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if on_gpu else nullcontext():
-                    yield measure_one(options, way, whole, ideal)
+                    yield measure_one(options, method, whole, ideal)
                 torch.cuda.empty_cache()
 
 
 def measure_one(
-    options: argparse.Namespace, way: Way, whole: list[Tensor], ideal: dict[str, float]
+    options: argparse.Namespace, method: Method, whole: list[Tensor], ideal: dict[str, float]
 ) -> dict[str, Any]:
     """One row: forward, and forward with backward. `ideal` is set by the GPU alone."""
     size, (_, tokens, heads, dim), on_gpu = dist.get_world_size(), whole[0].shape, whole[0].is_cuda
-    causal, shared = options.mask == "causal", way.of != "alone"
-    row: dict[str, Any] = {**vars(options), "way": way.name, "tokens": tokens, "ranks": size}
+    causal, shared = options.mask == "causal", method.of != "alone"
+    row: dict[str, Any] = {**vars(options), "way": method.name, "tokens": tokens, "ranks": size}
     row |= {"causal": causal, "heads": heads, "kv_heads": whole[1].shape[2]}
     ranks, rank = (size, dist.get_rank()) if shared else (1, 0)
-    where = positions(tokens, way.layout, rank, ranks, whole[0].device)
+    where = positions(tokens, method.layout, rank, ranks, whole[0].device)
     q, k, v, dout = (t[:, where].detach() if shared else t.detach() for t in whole)
     leaves = [t.requires_grad_() for t in (q, k, v)]
 
     def both() -> None:
-        torch.autograd.grad(way.attend(*leaves), leaves, dout)
+        torch.autograd.grad(method.attend(*leaves), leaves, dout)
 
-    forward = partial(torch.no_grad()(way.attend), *leaves)
+    forward = partial(torch.no_grad()(method.attend), *leaves)
     flop = 4 * tokens**2 * heads * dim * (0.5 if causal else 1) / ranks
     try:
-        with way.around():
+        with method.around():
             used = torch.cuda.memory_allocated()
             for name, call, work in (("forward", forward, 1), ("both", both, 3.5)):
                 if on_gpu:
@@ -175,7 +175,7 @@ def measure_one(
                 row[f"{name}_tflops_per_gpu"] = flop * work / took / 1e9
                 alone_ms = ideal.setdefault(name, took if not shared else math.nan)
                 row[f"{name}_of_ideal"] = alone_ms / (took * size if shared else took)
-            if "copies" in way.name and (window := ranks_of(None).kept.window):
+            if "copies" in method.name and (window := ranks_of(None).kept.window):
                 row["window_gb"] = window.size / 1e9  # beside the peaks, kept since then
     except Exception as error:
         row["skipped"] = f"{type(error).__name__}: {str(error)[:500]}"

@@ -107,10 +107,10 @@ def _compile(made: Path, version: str, torch: Path, command: list[str]) -> None:
         file=sys.stderr,
         flush=True,
     )
-    part, log = made.with_name(f".{made.name}.part"), made.with_suffix(".log")
+    new, log = made.with_name(f".{made.name}.new"), made.with_suffix(".log")
     link = build.link_flags(torch)
     done = subprocess.run(
-        [*command, str(build.SOURCE), "-o", str(part), *link],
+        [*command, str(build.SOURCE), "-o", str(new), *link],
         capture_output=True,
         text=True,
         errors="replace",
@@ -120,4 +120,4 @@ def _compile(made: Path, version: str, torch: Path, command: list[str]) -> None:
         lines = (done.stdout + done.stderr).splitlines()
         first = next((line for line in lines if "error" in line), "no message")
         raise CompileError(f"the adapter does not compile: {first.strip()} (see {log})")
-    part.replace(made)
+    new.replace(made)

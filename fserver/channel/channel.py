@@ -84,7 +84,7 @@ def _explain(channel: weakref.ref[Channel], error: Exception | None = None) -> N
         open_one.check()
 
 
-def part(node: Any, handle: int, side: Any, wait_s: float = _PARTING_S, why: str = "") -> None:
+def close_gpu(node: Any, handle: int, side: Any, wait_s: float = _PARTING_S, why: str = "") -> None:
     """Closes a GpuSide after the engine has closed its side, which sets the abort word, and after
     the peers have closed theirs. Until then the peers may write to the memory of this side."""
     try:
@@ -102,7 +102,7 @@ def _drop(node: Any, handle: int, side: Any, path: str, on_close: Callable[[], N
         finally:
             side.close()
     else:
-        part(node, handle, side, 0)
+        close_gpu(node, handle, side, 0)
 
 
 def close_all(channels: Iterable[Channel]) -> None:
@@ -351,7 +351,7 @@ class Channel:
         resources."""
         try:
             if self.path != "host":
-                part(self._node, self._handle, self._side, max(0.0, end - time.monotonic()))
+                close_gpu(self._node, self._handle, self._side, max(0.0, end - time.monotonic()))
         finally:
             self._dropped()  # what is left of it: the keys are free
             self.outgoing, self.incoming, self.tensors, self.rows = [], [], [], []

@@ -23,7 +23,7 @@ SLICE_MS = 200.0
 REOPEN = "call close() on this channel, then open a new one on both sides"
 
 
-def part(tensor: Tensor, rows: int) -> Tensor:
+def first_rows(tensor: Tensor, rows: int) -> Tensor:
     """Returns the first rows of a tensor. A tensor without dimensions is one row."""
     return tensor[:rows] if tensor.dim() else tensor.reshape(1)[:rows]
 
@@ -187,8 +187,8 @@ class WorkerSide(Side):
         self._wait("send")
         for t, staged, n in zip(self._push, self._staged, counts, strict=True):
             if t is not staged:
-                part(staged, n).copy_(part(t, n))
-        self._post([part(s, n) for s, n in zip(self._staged, counts, strict=True)])
+                first_rows(staged, n).copy_(first_rows(t, n))
+        self._post([first_rows(s, n) for s, n in zip(self._staged, counts, strict=True)])
 
     def _post(self, push: list[Tensor]) -> None:
         keys = self._push_keys if push else []
@@ -254,7 +254,7 @@ class ServerSide(Side):
                         f"{mine.dtype} {list(mine.shape)}: run the same version of fserver on both "
                         "sides"
                     )
-                part(mine, n).copy_(got.reshape(part(mine, n).shape))
+                first_rows(mine, n).copy_(got.reshape(first_rows(mine, n).shape))
                 self._counts[i][j] = n
 
     def answer(self, rows: Sequence[int]) -> None:
@@ -265,7 +265,7 @@ class ServerSide(Side):
             for j, (t, staged) in enumerate(zip(self._out[i], self._staged[i], strict=True)):
                 n = next(counts)
                 if t is not staged:
-                    part(staged, n).copy_(part(t, n))
+                    first_rows(staged, n).copy_(first_rows(t, n))
                 self._back[i][j] = n
             if self._staged[i]:
                 back = [*self._staged[i], self._back[i]]

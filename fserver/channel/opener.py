@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fserver.channel import describe
-from fserver.channel.channel import Channel, How, captured, close_all, part
+from fserver.channel.channel import Channel, How, captured, close_all, close_gpu
 from fserver.channel.opening import Opening, ServerOpening, WorkerOpening, gpu_of
 from fserver.channel.plan import Table
 from fserver.channel.tune import tuned
@@ -173,7 +173,7 @@ class Opener:
             self._keys.difference_update(push_keys)
             why = describe.lasting(how.mode, error) if worker else ""
             if it.side:
-                part(self._node, it.handle, it.side, why=why)
+                close_gpu(self._node, it.handle, it.side, why=why)
             else:
                 self._node.channel_close(it.handle, 0, why)
             raise

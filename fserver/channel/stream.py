@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fserver import _loader
-from fserver.channel.cpu import Side, check_rows, part, rows_of
+from fserver.channel.cpu import Side, check_rows, first_rows, rows_of
 from fserver.errors import ConfigError, Error
 
 if TYPE_CHECKING:
@@ -305,8 +305,8 @@ class StreamSide(Side):
             return
         self._look()  # before anything is enqueued: another stream may still read the numbers
         self._gpu.fill(self._fewer, counts)
-        parts = (part(t, n) for t, n in zip(self._out, counts, strict=True))
-        self._send([0, numbers, *(t.nbytes for t in parts)])
+        sent = (first_rows(t, n) for t, n in zip(self._out, counts, strict=True))
+        self._send([0, numbers, *(t.nbytes for t in sent)])
 
     def _take(self) -> None:
         self.check_error()

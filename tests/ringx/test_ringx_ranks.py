@@ -97,7 +97,7 @@ def ours(me: Rank, problem: Problem, causal: bool) -> Iterator[tuple[str, str, C
         for agreed in (None, True):
             yield f"auto {agreed}", layout, partial(masked, me, problem, agreed=agreed)
         return
-    for way in ringx_bench.ways(causal, 0, torch.device("cpu")):
+    for way in ringx_bench.methods(causal, 0, torch.device("cpu")):
         if way.of == "ringx":
             name, *options = way.name.split()
             row = next(row for row in ROWS if ROWS[row][:2] == (name, causal))
@@ -342,13 +342,13 @@ def test_over_gloo(ranks: World, causal: bool, mask: str | None):
 
 def errors_of_others(me: Rank, kernel: str, dtype: Any, causal: bool) -> dict[str, Any]:
     problem = problem_of(me, dtype, (SHAPES[0][0], 8, 4))
-    found = ringx_bench.ways(causal, problem.rows, torch.device(problem.device))
+    found = ringx_bench.methods(causal, problem.rows, torch.device(problem.device))
     calls = ((way.name, way.layout, partial(attended, way)) for way in found if way.of == "torch")
     with by(kernel):
         return errors(me, problem, causal, calls)
 
 
-def attended(way: ringx_bench.Way, mine: Shard) -> dict[str, Tensor]:
+def attended(way: ringx_bench.Method, mine: Shard) -> dict[str, Tensor]:
     with way.around():
         out = way.attend(*mine.leaves)
         grads = torch.autograd.grad(out, mine.leaves, mine.dout)

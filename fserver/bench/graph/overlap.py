@@ -17,9 +17,9 @@ from ..report import median_interval
 from ..team import Teammate
 from .traffic import Model, Row, Traffic, opened
 
-BLOCKS = 8  # of GEMMs, of a part
-AHEAD = 3  # parts that are enqueued
-STEADY = 0.003  # GEMMs before and after a part differ by no more, else the clock has changed
+BLOCKS = 8  # of GEMMs, of a section of the loop
+AHEAD = 3  # sections that are enqueued
+STEADY = 0.003  # GEMMs before and after a section differ by no more, else the clock has changed
 
 
 class _Gemms:
@@ -45,8 +45,8 @@ class _Gemms:
             self.count = math.ceil(ms / BLOCKS / one)
             self.block = side.captured(lambda: multiply(self.count), self.stream)
 
-    def part(self, marks: list[Any]) -> None:
-        """Enqueues a part of the loop; adds the moments when its blocks have ended."""
+    def section(self, marks: list[Any]) -> None:
+        """Enqueues a section of the loop; adds the moments when its blocks have ended."""
         with torch.cuda.stream(self.stream):
             for _ in range(BLOCKS):
                 self.block()
@@ -63,7 +63,7 @@ def overlap(
     **which: str,
 ) -> dict[str, Any]:
     """Runs a loop of GEMMs that never pauses, as a GPU that does changes its clock, and traffic
-    beside some parts of it. Each part is so many blocks, and lasts ms or, where that is longer, as
+    beside some sections of it. Each is so many blocks, and lasts ms or, where that is longer, as
     long as three replays of the traffic. `limits`: size, rounds, ms and seconds."""
     size, rounds, ms, seconds = limits
     t = (Model if compute else Traffic)(side, opened(side, sizes, **which), layers, streams)
@@ -80,14 +80,14 @@ def overlap(
     at = [marks[0].elapsed_time(mark) for mark in marks]
     times = [[tuple(marks[0].elapsed_time(m) for m in both) for both in one] for one in traffic]
     t.close()
-    found = {"gemms": gemms.count, "replays": replays, "quiet_ms": quiet, "part_ms": ms}
+    found = {"gemms": gemms.count, "replays": replays, "quiet_ms": quiet, "section_ms": ms}
     return {**found, "rounds": compared(at, times), "wrong": wrong}
 
 
 def _rounds(
     side: Teammate, t: Traffic, gemms: _Gemms, replays: int, rounds: int, seconds: float
 ) -> tuple[list[Any], list[Any]]:
-    """Enqueues parts, and traffic from the start of one once a whole part was free of it on all
+    """Enqueues sections, and traffic from the start of one once a whole one was free of it on all
     sides. Returns the moments of the blocks, and of the replays of each round."""
     with torch.cuda.stream(gemms.stream):
         marks = [side.mark()]
@@ -100,7 +100,7 @@ def _rounds(
         mine = not traffic or traffic[-1][-1][1].query(), time.monotonic() > end
         ended, late = zip(*side.exchange(mine), strict=True)
         over = any(late) and len(traffic) > 1
-        gemms.part(marks)
+        gemms.section(marks)
         begins = free and not over and len(traffic) < rounds
         free = all(ended) and not begins
         if begins:  # this takes long, while the loop goes on with what is ahead of it
@@ -112,7 +112,7 @@ def _rounds(
 
 def compared(at: list[float], traffic: list[list[Any]]) -> list[dict[str, Any]]:
     """By how much GEMMs were slowed in each round: blocks that traffic surely was beside, compared
-    with at most as many as a part has before and after it that none was beside.
+    with at most as many as a section has before and after it that none was beside.
 
     `at` is when the loop began and when each of its blocks ended, `traffic` is, of each round, when
     each replay began and ended; in the first the sides meet."""
@@ -124,12 +124,12 @@ def compared(at: list[float], traffic: list[list[Any]]) -> list[dict[str, Any]]:
         return [e - b for b, e in pairwise(at) if least <= b and e <= most]
 
     for (first, met, last), begins in zip(spans, nexts, strict=True):
-        parts = took(ended, first)[-BLOCKS:], took(met, last), took(last, begins)[:BLOCKS]
+        near = took(ended, first)[-BLOCKS:], took(met, last), took(last, begins)[:BLOCKS]
         ended = last
-        if all(parts):
-            before, inside, after = map(median, parts)
+        if all(near):
+            before, inside, after = map(median, near)
             row = {"slowed": inside / ((before + after) / 2) - 1, "noise": after / before - 1}
-            rows.append({**row, "blocks": [len(part) for part in parts]})
+            rows.append({**row, "blocks": [len(times) for times in near]})
     return rows
 
 
