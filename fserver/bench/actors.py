@@ -156,7 +156,7 @@ class Actor:
 class Request:
     """The tensors of one worker for one stage."""
 
-    def __init__(self, node: Any, case: Case, stage: int, place: Place, device: torch.device):
+    def __init__(self, node: Any, place: Place, case: Case, stage: int, device: torch.device):
         self.node, self.rank, self.stage = node, place.rank, stage
         empty = fserver.empty_shared if case.shared else partial(torch.empty, device=device)
         back = case.back * place.servers
@@ -181,11 +181,8 @@ class WorkerActor(Actor):
 
     def prepare(self, case: Case) -> None:
         self.case, device = case, self.device_of(case)
-        both = list(zip(self.nodes, self.places, strict=True))
-        self.requests = [
-            [Request(node, case, stage, place, device) for node, place in both]
-            for stage in range(case.stages)
-        ]
+        own, stages = list(zip(self.nodes, self.places, strict=True)), range(case.stages)
+        self.requests = [[Request(*at, case, stage, device) for at in own] for stage in stages]
 
     def verify(self, seed: int) -> None:
         """An exchange of each stage, of new data into poisoned memory, compared byte by byte."""
@@ -257,12 +254,10 @@ class ServerActor(Actor):
 
     def prepare(self, case: Case) -> None:
         """Makes the tensors of a case; one that echoes needs none."""
-        self.case, device = case, self.device_of(case)
+        self.case = case
+        empty = partial(torch.empty, dtype=torch.uint8, device=self.device_of(case))
         sizes = () if case.echoes else case.back
-        self.answers = [
-            [torch.empty(n, dtype=torch.uint8, device=device) for n in sizes]
-            for _ in range(case.stages)
-        ]
+        self.answers = [[empty(n) for n in sizes] for _ in range(case.stages)]
         self.stamps = [[number(t) for t in answer] for answer in self.answers]
 
     def verify(self, seed: int) -> None:

@@ -1,8 +1,7 @@
 """`fserver bench compare`: pingpong with several settings, or by two builds, in turn.
 
 Each round starts the benchmark anew: where memory lies can change a round trip by more than what is
-looked for. Each build has this checkout's `fserver.bench` in it, which uses no more of a package
-fserver than its public API.
+looked for. Each build has this checkout's `fserver.bench`, which uses its public API alone.
 """
 
 import argparse
@@ -48,7 +47,7 @@ def settings(text: str) -> dict[str, dict[str, str]]:
 
 
 PARSER = parser(
-    "compare",
+    "fserver bench compare",
     "Runs a benchmark with several settings or by two builds in turn, anew in each round. The rows "
     "are medians over the rounds. The ratios, of p50, are to the first way, with their 95 % "
     "intervals. docs/benchmarks.md has examples.",

@@ -220,13 +220,6 @@ def settings_of(transport: str, one_host: bool) -> dict[str, str]:
     return found
 
 
-@contextlib.contextmanager
-def connected(members: Sequence[Member], *where: Any) -> Iterator[Crew]:
-    """Starts the processes, with a cluster of nodes in them; `where` is of Crew.cluster."""
-    with Crew(members) as crew, crew.cluster(*where):
-        yield crew
-
-
 def members(
     cores: tuple[int, int] | None,
     worker: str | type = "actors.WorkerActor",

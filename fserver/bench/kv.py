@@ -1,7 +1,6 @@
 """`fserver bench kv`: pushes and pulls of keys and values, as ps-lite's benchmark measures them.
 Starts bench_kv.cc in all roles, and reads the lines of its log."""
 
-import argparse
 import contextlib
 import itertools
 import os
@@ -22,7 +21,6 @@ from .crew import OTHERS, settings_of
 from .errors import BenchError
 from .run import Run
 
-OPS = ("push", "pull", "push_pull")
 ROLES = {  # by place; of two hosts by that of this host
     "local": ("scheduler", "server", "worker"),
     "joint": ("scheduler", "joint"),
@@ -36,7 +34,7 @@ REPLACED = (*OTHERS, "TEST_NUM_GPU_", "TOTAL_DURATION", "BENCHMARK_SIZE", "BENCH
 LINE = re.compile(r"(worker \d+.*): \w+: Application goodput: ([\d.]+) Gbps, ([\d.]+) messages/s")
 GOODPUT = ("goodput_gbps", "goodput_min", "goodput_max", "messages")
 PARSER = opts.parser(
-    "kv",
+    "fserver bench kv",
     "Measures pushes and pulls of keys and values between C++ programs that use ps/ps.h, as "
     "ps-lite's benchmark does. The table shows the goodput of one direction in 10^9 bits per "
     "second: the median over the rounds, the slowest and the fastest round; workers are summed up. "
@@ -45,7 +43,7 @@ PARSER = opts.parser(
     opts.CORES,
     ("--places", opts.some_of(*PLACES), "local,joint", f"places, of {', '.join(PLACES)}"),
     ("--memory", opts.some_of(*MEMORY), "cpu", f"of workers:servers, of {', '.join(MEMORY)}"),
-    ("--ops", opts.some_of(*OPS), ",".join(OPS), f"operations, of {', '.join(OPS)}"),
+    ("--ops", opts.some_of(*opts.OPS), ",".join(opts.OPS), f"some of {', '.join(opts.OPS)}"),
     ("--transport", opts.listed(str), "auto", opts.TRANSPORTS),
     ("--sizes", opts.listed(opts.size), "4K,64K,1M", "bytes of a key"),
     ("--keys", opts.positive, 40, "keys at each server"),
@@ -98,8 +96,10 @@ def _logged(run: Run, case: Case, iters: int, at: int) -> str:
     options, cores = run.options, run.cores
     count = str(options.rounds * iters)
     command = [str(compiled("bench_kv.cc")), str(case.bytes), count, case.op]
-    worker, _, server = case.memory.partition(":")
-    memory = {"worker": worker, "server": server or worker, "joint": case.memory}
+    counts = {"scheduler": 1, "server": options.servers}
+    roles = ROLES[options.role or case.place]
+    worker, server = (case.memory.split(":") * 2)[:2]
+    memory = {"worker": worker, "server": server, "joint": case.memory}
     pinned: dict[str, tuple[int, ...]] = {"worker": cores[:1], "server": cores[1:]}
     with contextlib.ExitStack() as stack:
         where = options.scheduler or stack.enter_context(free_port(options.host or "127.0.0.1"))
@@ -112,8 +112,8 @@ def _logged(run: Run, case: Case, iters: int, at: int) -> str:
             "DMLC_NUM_SERVER": options.servers,
             "NUM_KEY_PER_SERVER": options.keys,
             "LOG_DURATION": iters,
-            "TEST_NUM_GPU_WORKER": int(case.memory in ("gpu", "gpu:cpu")),
-            "TEST_NUM_GPU_SERVER": int(case.memory in ("gpu", "cpu:gpu")),
+            "TEST_NUM_GPU_WORKER": int(worker == "gpu"),
+            "TEST_NUM_GPU_SERVER": int(server == "gpu"),
             **settings_of(case.transport, one_host=not options.role),
             **({"DMLC_NODE_HOST": options.host} if options.host else {}),
         }
@@ -121,7 +121,7 @@ def _logged(run: Run, case: Case, iters: int, at: int) -> str:
         common = {**given, **{name: str(value) for name, value in variables.items()}}
         log = stack.enter_context(tempfile.TemporaryFile("a+"))
         processes: dict[str, subprocess.Popen[bytes]] = {}
-        for role, rank in members(options, case.place):
+        for role, rank in [(r, i) for r in roles for i in range(counts.get(r, options.workers))]:
             env = {**common, "DMLC_ROLE": role, "DMLC_NODE_RANK": str(rank)}
             if "gpu" in memory.get(role, ""):
                 gpu = seen(os.environ) - 1 if role == "server" else 0
@@ -139,13 +139,6 @@ def _logged(run: Run, case: Case, iters: int, at: int) -> str:
     if any(code != 0 for code in status.values()):
         raise BenchError(f"bench_kv failed; the statuses are {status}, and it printed: {text}")
     return text
-
-
-def members(options: argparse.Namespace, place: str) -> list[tuple[str, int]]:
-    """The processes of this host: role and rank of each."""
-    roles = ROLES[options.role or place]
-    counts = {"scheduler": 1, "server": options.servers}
-    return [(role, rank) for role in roles for rank in range(counts.get(role, options.workers))]
 
 
 def figures(log: str) -> dict[str, Any]:

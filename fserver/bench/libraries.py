@@ -60,14 +60,13 @@ class Route(NamedTuple):
 
 
 class SendRecv:
-    """NCCL; gloo on the CPU. What goes to all peers is one call, and so is what comes from them.
+    """NCCL; gloo on the CPU. One call sends to all peers, and one receives from all.
 
     A send may wait for its recv, and a communicator does one call after the other. With several
     stages, a worker sends stage 1 before it receives stage 0, and a server sends stage 0 before it
-    receives stage 1. So each direction has a communicator, and what is sent a stream of its own (on
-    the CPU, a send returns at once, and the next recv waits for it). Nobody waits forever, because
-    all sides do the calls of a direction in the same order. A pair with one stage has at most one
-    message on the way: one communicator and plain calls do."""
+    receives stage 1. So each direction has a communicator, and sends have their own stream (on the
+    CPU, a send returns at once, and the next recv waits for it). Nobody waits forever: all sides
+    make the calls of a direction in one order. For a pair with one stage, plain calls do."""
 
     def __init__(self, side: Teammate, room: int, stages: int):
         self.memory, self.later = _zeros(side, room), side.device.type == "cpu"
@@ -160,8 +159,7 @@ class Nixl:
     each other's memory, registered once; without NIXL's own thread, which makes it slower."""
 
     def __init__(self, side: Teammate, room: int, stages: int):
-        package = next(name for name in NIXL if importlib.util.find_spec(name))
-        api = importlib.import_module(f"{package}._api")
+        api = importlib.import_module(f"{next(filter(importlib.util.find_spec, NIXL))}._api")
         config = api.nixl_agent_config(enable_prog_thread=False)
         self.memory, self.agent = _zeros(side, room), api.nixl_agent(f"side{side.index}", config)
         self.agent.register_memory([self.memory])

@@ -13,6 +13,7 @@ ON_STREAMS = ("nccl", "symm", "nvshmem")  # a CUDA graph can hold their calls
 ON_GPUS = (*ON_STREAMS, "nixl")
 ON_CPU = ("gloo",)
 
+OPS = ("push", "pull", "push_pull")
 TRANSPORTS = "transports: values of FSERVER_TRANSPORT, which `fserver env` lists"
 ROUND_BYTES = 64 << 20  # of a round without --seconds or --iters
 
@@ -21,29 +22,19 @@ Option = tuple[str, Type, Any, str]
 """A flag, its type (bool: a switch), its default (None: nothing is shown) and its help."""
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser whose options are rows."""
-
-    def option(self, flag: str, kind: Any, default: Any, text: str) -> None:
+def parser(prog: str, text: str, *options: Option, **how: Any) -> argparse.ArgumentParser:
+    """A parser with this description, --json and these options; `how` is of ArgumentParser."""
+    made = argparse.ArgumentParser(prog=prog, description=text, **how)
+    for flag, kind, default, about in (JSON, *options):
         how = {"action": "store_true"} if kind is bool else {"type": kind, "default": default}
-        self.add_argument(flag, help=f"{text} (default {default})" if default else text, **how)
-
-
-def parser(name: str, text: str, *options: Option) -> Parser:
-    """The parser of a benchmark, with this description and these options."""
-    made = Parser(prog=f"fserver bench {name}", description=text)
-    made.option("--json", output, None, "also write the results to this file, as JSON")
-    for option in options:
-        made.option(*option)
+        made.add_argument(flag, help=f"{about} (default {default})" if default else about, **how)
     return made
 
 
-def check_hosts(made: Parser, options: argparse.Namespace) -> None:
+def check_hosts(made: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Ends the program if TWO_HOSTS do not go together."""
     if bool(options.scheduler) != bool(options.role):
         made.error("--scheduler and --role: give both, or neither (one command on each host)")
-    if options.scheduler and not re.fullmatch(r".+:\d{1,5}", options.scheduler):
-        made.error(f"--scheduler {options.scheduler}: want HOST:PORT")
 
 
 def exchanges(options: argparse.Namespace, count: int) -> int:
@@ -51,7 +42,7 @@ def exchanges(options: argparse.Namespace, count: int) -> int:
     return options.iters or min(max(ROUND_BYTES // count, 10), 1000)
 
 
-def wanted(parse: Callable[[str], Any], fits: Callable[[Any], bool], want: str) -> Type:
+def wanted(parse: Type, fits: Callable[[Any], Any], want: str) -> Type:
     """The type of an option that `parse` reads. What does not fit is refused: `want` says why."""
 
     def of(text: str) -> Any:
@@ -97,8 +88,10 @@ size = wanted(_bytes, lambda count: count >= 8, LEAST)
 positive = wanted(int, lambda number: number >= 1, "a whole number, 1 or more")
 above_zero = wanted(float, lambda number: 0 < number < math.inf, "a number, more than 0")
 output = wanted(_created, bool, "a file that can be written")
+_address = wanted(str, re.compile(r".+:\d{1,5}").fullmatch, "HOST:PORT")
+JSON: Option = ("--json", output, None, "also write the results to this file, as JSON")
 TWO_HOSTS: tuple[Option, ...] = (
-    ("--scheduler", str, None, "two hosts: HOST:PORT, an address of the servers' host"),
+    ("--scheduler", _address, None, "two hosts: HOST:PORT, an address of the servers' host"),
     ("--role", one_of("worker", "server"), None, "two hosts: the role of this host"),
     ("--host", str, None, "two hosts: the address of this host to use"),
 )

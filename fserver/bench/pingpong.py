@@ -10,10 +10,9 @@ from typing import Any
 from . import options as opts
 from . import report
 from .baseline import SMALL
-from .crew import Case, Crew, connected, members, settings_of
+from .crew import Case, Crew, members, settings_of
 from .run import Run, Way, need_gpu
 
-OPS = ("push", "pull", "push_pull")
 SIZES = "64,4K,64K,1M,16M,64M"
 LIBRARIES = (*opts.ON_GPUS, *opts.ON_CPU)
 BUDGET_US = 273.0  # of a round trip: 61 layers x 3 stages at 20 tokens/s
@@ -21,13 +20,12 @@ TRACES = 4096  # push_pulls whose stamps a worker remembers
 OF_MODEL = ("of_budget", "tokens_per_s", "step_ms")
 BESIDE = (*LIBRARIES, "shm", "c++", "none")
 PARSER = opts.parser(
-    "pingpong",
+    "fserver bench pingpong",
     "Measures push_pull and wait between a worker and a server: two processes, each on a core of "
     "its own. The transports take turns, and so do two processes in C that move the same bytes on "
-    "the same cores (the columns raw). The figures are medians over the rounds. GB/s counts the "
-    "bytes of both directions. The ratio is p50 divided by raw p50. The number in every answer is "
-    "checked. Between rounds, all bytes of an exchange are compared, in memory that held other "
-    "values before. docs/benchmarks.md describes groups, what is beside fserver, and two hosts.",
+    "the same cores (the columns raw). The number in every answer is checked. Between rounds, all "
+    "bytes of an exchange are compared, in memory that held other values before. "
+    "docs/benchmarks.md describes the columns, what is beside fserver, and two hosts.",
     opts.CORES,
     ("--transport", opts.listed(str), "auto", opts.TRANSPORTS),
     ("--device", opts.some_of("cpu", "gpu"), "cpu", "where the tensors are: cpu, gpu, or both"),
@@ -38,7 +36,7 @@ PARSER = opts.parser(
     ("--stages", opts.positive, 1, "number of stages (micro-batches) with tensors of their own"),
     ("--sizes", opts.listed(opts.exchange), SIZES, "bytes in both directions, or OUT:BACK"),
     ("--tensors", opts.positive, 1, "tensors of that size in each push and in each answer"),
-    ("--ops", opts.some_of(*OPS), ",".join(OPS), "operations to measure"),
+    ("--ops", opts.some_of(*opts.OPS), ",".join(opts.OPS), "operations to measure"),
     ("--shared", bool, False, "measure each transport also with pushes of shared tensors"),
     ("--beside", opts.some_of(*BESIDE), None, f"beside fserver, some of {', '.join(BESIDE)}"),
     ("--rounds", opts.positive, 7, "number of rounds"),
@@ -94,7 +92,6 @@ def _options(argv: list[str]) -> argparse.Namespace:
 
 
 def _cases(run: Run, device: str, groups: int) -> Iterator[list[dict[str, Any]]]:
-    """The rows of each case."""
     options = run.options
     planned = cases(options, device)
     with contextlib.ExitStack() as stack:
@@ -112,7 +109,6 @@ def _cases(run: Run, device: str, groups: int) -> Iterator[list[dict[str, Any]]]
 
 
 def _of_model(way: Way, case: Case) -> dict[str, Any]:
-    """What a row says of the layers of a model."""
     median, rounds = statistics.median, [one for one in way.rounds if "parts_us" in one]
     if not rounds:
         return dict.fromkeys((*OF_MODEL, "parts_us"))
@@ -130,7 +126,7 @@ def _ours(run: Run, stack: contextlib.ExitStack, case: Case, groups: int) -> Ite
     for transport, shared in itertools.product(options.transport, kinds):
         way = Way(transport, spare=not alone)
         with way.tried():
-            crew = stack.enter_context(_pair(run, transport, case.device, groups))
+            crew = _pair(run, stack, transport, case.device, groups)
             crew.shared = shared
             if case.device == "gpu":  # how that travels is known when it has
                 crew.prepare(case)
@@ -140,16 +136,16 @@ def _ours(run: Run, stack: contextlib.ExitStack, case: Case, groups: int) -> Ite
         yield way
 
 
-def _pair(
-    run: Run, transport: str, device: str, groups: int
-) -> contextlib.AbstractContextManager[Crew]:
+def _pair(run: Run, stack: contextlib.ExitStack, transport: str, device: str, groups: int) -> Crew:
     """Worker and server; of two hosts, the one of this host."""
     options = run.options
     if device == "gpu":
         need_gpu()
     both = members(run.cores, counts=(options.workers, options.servers), groups=groups)
     mine = [m for m in both if options.role in (None, m.role)]
-    return connected(mine, transport, options.host, options.scheduler, device)
+    crew = stack.enter_context(Crew(mine))
+    stack.enter_context(crew.cluster(transport, options.host, options.scheduler, device))
+    return crew
 
 
 def _others(

@@ -66,10 +66,9 @@ class Child:
 
 
 def gather(children: Sequence[Child], limit: float, parting: float) -> list[Any]:
-    """Returns the next answer of each. Raises BenchError if one failed, has ended, or did not
-    answer within `limit` seconds, after it has printed its stacks. The others have `parting`
-    seconds to say what they have seen, as the first may only have waited for another. Wrong data
-    goes first, and the loss of another process last."""
+    """Returns the next answer of each. Raises BenchError if one failed, ended, or did not answer in
+    `limit` seconds, once it has printed its stacks. The others get `parting` seconds to answer: the
+    first may only have lost a peer. Wrong data is reported first, the loss of a peer last."""
     waiting, found = {child.conn: child for child in children}, dict[Connection, Any]()
     errors: list[BenchError] = []
     end = time.monotonic() + limit

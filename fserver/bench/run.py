@@ -151,11 +151,8 @@ def choose_cores(asked: tuple[int, int] | None) -> tuple[int, int]:
         if core not in usable:
             raise BenchError(f"--cores: core {core}: want one of {', '.join(map(str, usable))}")
     if asked[0] == asked[1]:
-        print(
-            f"bench: both processes share core {asked[0]}, so the times are those of the kernel's "
-            "scheduler, not of a transport (give two cores with --cores)",
-            file=sys.stderr,
-        )
+        text = f"both processes share core {asked[0]}: the times are those of the scheduler"
+        print(f"bench: {text} (give two cores with --cores)", file=sys.stderr)
     return asked
 
 

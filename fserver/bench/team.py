@@ -91,7 +91,6 @@ class Teammate(Actor):
             torch.cuda.synchronize()
 
     def mark(self) -> Any:
-        """Returns a moment of the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -109,8 +108,6 @@ class Teammate(Actor):
 
 
 class Team(Crew):
-    """The processes, which have begun to start."""
-
     def __init__(
         self,
         shape: tuple[int, int],

@@ -31,7 +31,7 @@ from fserver import _loader
 from fserver.bench.actors import Actor, ServerActor, WorkerActor
 from fserver.bench.crew import Case, Crew, members
 from fserver.bench.errors import BenchError
-from fserver.bench.options import Parser, one_of, output, positive, size
+from fserver.bench.options import one_of, parser, positive, size
 from fserver.bench.report import show_size
 from fserver.bench.run import choose_cores, need_gpu
 
@@ -145,7 +145,7 @@ class SoakServer(SoakActor, ServerActor):
 
 def main(argv: list[str]) -> int:
     """Returns the exit status."""
-    options = parser().parse_args(argv)
+    options = PARSER.parse_args(argv)
     if options.device == "gpu":
         need_gpu()
     kinds = {"worker": SoakWorker, "server": SoakServer}
@@ -231,16 +231,17 @@ def grown(rows: list[dict[str, Any]], limit: int) -> bool:
     return failed
 
 
-def parser() -> argparse.ArgumentParser:
-    made = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.option("--count", positive, 200_000, "push_pulls")
-    made.option("--warmup", positive, 50_000, "push_pulls before it measures")
-    made.option("--size", size, 4096, "bytes in each direction")
-    made.option("--transport", str, "auto", "the transport")
-    made.option("--device", one_of("cpu", "gpu"), "cpu", "where the tensors are")
-    made.option("--limit", positive, None, "the exit status is 1 if memory grows by more bytes")
-    made.option("--json", output, None, "also write the results to this file, as JSON")
-    return made
+PARSER = parser(
+    "soak.py",
+    __doc__,
+    ("--count", positive, 200_000, "push_pulls"),
+    ("--warmup", positive, 50_000, "push_pulls before it measures"),
+    ("--size", size, 4096, "bytes in each direction"),
+    ("--transport", str, "auto", "the transport"),
+    ("--device", one_of("cpu", "gpu"), "cpu", "where the tensors are"),
+    ("--limit", positive, None, "the exit status is 1 if memory grows by more bytes"),
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+)
 
 
 if __name__ == "__main__":

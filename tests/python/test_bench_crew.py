@@ -20,7 +20,7 @@ import torch
 from bench_fakes import CorruptingServer, FakeServer, FakeWorker, RepeatingServer, interruptible
 
 from fserver import bench, run
-from fserver.bench import actors, crew, pingpong, processes
+from fserver.bench import actors, crew, options, processes
 from fserver.bench.crew import Case, Place
 from fserver.bench.errors import BenchError, WrongDataError
 
@@ -43,7 +43,7 @@ def play(kind, op, *calls):
     return result
 
 
-@pytest.mark.parametrize("op", pingpong.OPS)
+@pytest.mark.parametrize("op", options.OPS)
 def test_parts_move_and_measure(op):
     figures = play(FakeServer, op, ("verify", 1), ("run", 10), ("measure", 2, 50), ("verify", 2))
     assert figures is None

@@ -166,7 +166,7 @@ def test_a_process_that_fails(ready: None, monkeypatch: pytest.MonkeyPatch) -> N
         ("--memory disk", "argument --memory: 'disk': want some of cpu, cpu:gpu, gpu:cpu, gpu"),
         ("--workers 2", "--places joint: want the same number of --workers and --servers"),
         ("--role worker", "--scheduler and --role: give both, or neither"),
-        ("--role worker --scheduler here", "--scheduler here: want HOST:PORT"),
+        ("--role worker --scheduler here", "argument --scheduler: 'here': want HOST:PORT"),
     ],
 )
 def test_options(argv: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:

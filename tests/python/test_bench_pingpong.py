@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -242,7 +241,7 @@ def test_on_gpus(monkeypatch, tmp_path):
     opened = []
     path = tmp_path / "rows.json"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(pingpong, "_pair", lambda *_: nullcontext(GpuCrew()))
+    monkeypatch.setattr(pingpong, "_pair", lambda *_: GpuCrew())
     monkeypatch.setattr(run.Run, "raw", lambda *args: opened.append(args[1:3]))
     beside = [run.Way(way, reason="not here") for way in opts.ON_GPUS]
     asked = []

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from fserver.bench.actors import TIMEOUT_MS, ServerActor, WorkerActor
-from fserver.bench.crew import Case, connected, members
+from fserver.bench.crew import Case, Crew, members
 
 SECONDS = 1.0  # of each state
 LIMIT = 0.1  # of a core; what polls takes all of one
@@ -46,7 +46,8 @@ class IdleServer(ServerActor):
 
 
 def test_calls_that_wait_sleep() -> None:
-    with connected(members(None, worker=IdleWorker, server=IdleServer), "auto") as crew:
+    both = members(None, worker=IdleWorker, server=IdleServer)
+    with Crew(both) as crew, crew.cluster("auto"):
         crew.all("prepare", Case("push_pull", (4096,), (4096,)))
         crew.all("verify", 1)
         nothing, get_batch = crew.all("blocked_get_batch")

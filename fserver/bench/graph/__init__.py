@@ -16,13 +16,14 @@ from ..report import save
 from ..team import Team
 from . import overlap, traffic, trips
 
-# Each has `rows`, of which the last ones are most likely to fail, and `summary`.
+# Each has `rows`, of which the last ones are most likely to fail, and `summary`, which gives the
+# numbers of a row; of several GPUs the worst counts.
 WORKS: dict[str, Any] = {"af": traffic, "overlap": overlap, "trips": trips}
 MODES = ("kernel", "copy")  # of channels on GPUs
 SOME = (*MODES, "host", "none")
 BESIDE = (*ON_STREAMS, "none")
 PARSER = parser(
-    "graph",
+    "fserver bench graph",
     "Measures stream channels in CUDA graphs, with the traffic of a disaggregated model, and other "
     "libraries that move the same bytes (rows with `by`; one that does not work here is skipped). "
     "docs/benchmarks.md describes the rows. The status is 1 if a row failed or data was wrong.",

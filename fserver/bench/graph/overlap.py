@@ -143,13 +143,11 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def summary(results: Sequence[Any], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The numbers of a row. Of several GPUs the worst counts."""
     steady = [[x["slowed"] for x in r["rounds"] if abs(x["noise"]) <= STEADY] for r in results]
     if not all(steady):
         rounds = [len(r["rounds"]) for r in results]
         raise BenchError(f"no steady round, of {rounds} (longer --ms, else more --rounds)")
     worst = max(steady, key=median)
-    found: dict[str, Any] = {"gemms_slowed_percent": round(100 * median(worst), 2)}
-    found["between"] = [round(100 * limit, 2) for limit in median_interval(worst)]
-    of = max(len(r["rounds"]) for r in results)
-    return [{**found, "rounds": len(worst), "of": of, "sides": results}]
+    slowed, *between = (round(100 * x, 2) for x in (median(worst), *median_interval(worst)))
+    found = {"gemms_slowed_percent": slowed, "between": between, "rounds": len(worst)}
+    return [{**found, "of": max(len(r["rounds"]) for r in results), "sides": results}]

@@ -168,9 +168,7 @@ class Model(Traffic):
 
     Tensors are seen as int32, so that sums wrap and are exact. A server answers x with x + addend
     twice, in each half of the answer. A worker goes on with the first half of one server's answer
-    minus two times the second half of the next one's: -x and a number. So what is wrong anywhere in
-    a layer is wrong in the end.
-    """
+    minus twice the second half of the next one's: -x and a number. An error stays to the end."""
 
     def __init__(self, side: Teammate, ways: Sequence[Route], layers: int, streams: str = "one"):
         super().__init__(side, ways, layers, streams)
@@ -246,7 +244,6 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def summary(results: Sequence[Any], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The numbers of a row. Of several GPUs the worst counts."""
     tokens = [side["took_ms"] for side in results[: args.workers]]
     p50 = max(percentile(t, 50) for t in tokens)
     found = {"micro_batch_us": round(1e3 * p50 / (args.layers * args.stages), 2)}

@@ -68,7 +68,6 @@ def trips(side: Teammate, push: int, pull: int, how: str, runs: int, **which: st
 
 
 def raw(side: Teammate, by: str) -> Found:
-    """Returns the rows that rawchannel.cu prints."""
     rows = []
     if side.is_worker:
         program = compiled("rawchannel.cu")
@@ -87,8 +86,7 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
     if "host" in args.modes:
         known = env.transports()  # of which the last one reaches every peer
         names = [w["name"] for w in known if w["inside"] and not w["over"] or w is known[-1]]
-        ways = [{"mode": "host", "transport": name} for name in names]
-        plans += [(way, {"graph x20": few}, SIZES) for way in ways]
+        plans += [({"mode": "host", "transport": n}, {"graph x20": few}, SIZES) for n in names]
     hows = dict.fromkeys(("enqueued x20", "graph x20"), min(runs, 500))
     plans += [({"by": by}, hows, every) for by in args.beside]
     yield raw, {"by": "raw"}, 120
