@@ -44,7 +44,7 @@ PARSER = parser(
     "ringx_bench.py",
     __doc__.splitlines()[0],
     ("--tokens", listed(size), "8K,32K,64K,128K,256K", "of the whole sequence; 8K is 8,192"),
-    ("--mask", one_of("causal", "full"), "causal", "what a token sees"),
+    ("--mask", one_of("causal", "full"), "causal", "causal or full"),
     ("--ways", listed(str), None, "only these, by name, with commas"),
     ("--iterations", positive, 20, "timed calls"),
     ("--graph", bool, False, "times replays of a CUDA graph of each call"),

@@ -92,7 +92,7 @@ _address = wanted(str, re.compile(r".+:\d{1,5}").fullmatch, "HOST:PORT")
 JSON: Option = ("--json", output, None, "also write the results to this file, as JSON")
 TWO_HOSTS: tuple[Option, ...] = (
     ("--scheduler", _address, None, "two hosts: HOST:PORT, an address of the servers' host"),
-    ("--role", one_of("worker", "server"), None, "two hosts: the role of this host"),
+    ("--role", one_of("worker", "server"), None, "two hosts: of this host, worker or server"),
     ("--host", str, None, "two hosts: the address of this host to use"),
 )
 _two = wanted(lambda text: tuple(map(int, text.split(","))), lambda two: len(two) == 2, "A,B")

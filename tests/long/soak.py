@@ -238,7 +238,7 @@ PARSER = parser(
     ("--warmup", positive, 50_000, "push_pulls before it measures"),
     ("--size", size, 4096, "bytes in each direction"),
     ("--transport", str, "auto", "the transport"),
-    ("--device", one_of("cpu", "gpu"), "cpu", "where the tensors are"),
+    ("--device", one_of("cpu", "gpu"), "cpu", "where the tensors are: cpu or gpu"),
     ("--limit", positive, None, "the exit status is 1 if memory grows by more bytes"),
     formatter_class=argparse.RawDescriptionHelpFormatter,
 )

@@ -189,7 +189,13 @@ def test_devices(tmp_path, capsys):
 TWO = ["--sizes", "4K", "--ops", "pull", "--rounds", "1", "--iters", "10"]
 
 
-def test_two_hosts(tmp_path, port):
+@pytest.fixture
+def level(monkeypatch):
+    """Two benchmarks at a time in this process must not both set it, and take it back."""
+    monkeypatch.setenv("FSERVER_LOG", "warn")
+
+
+def test_two_hosts(tmp_path, port, level):
     path = tmp_path / "rows.json"
     common = ["pingpong", "--scheduler", f"127.0.0.1:{port}", "--host", "127.0.0.1"]
     common += ["--transport", "tcp"]
@@ -204,7 +210,7 @@ def test_two_hosts(tmp_path, port):
     assert row["baseline_missing"] == "there is no raw program that does the same"
 
 
-def test_layers_between_two_hosts(tmp_path, port):
+def test_layers_between_two_hosts(tmp_path, port, level):
     path = tmp_path / "rows.json"
     common = ["af", "--scheduler", f"127.0.0.1:{port}", "--host", "127.0.0.1", "--layers", "2"]
     common += ["--rounds", "1", "--iters", "2", "--sizes", "4K:8K"]
