@@ -30,7 +30,8 @@ ROLES = {  # by place; of two hosts by that of this host
 PLACES = ("local", "joint")
 MEMORY = ("cpu", "cpu:gpu", "gpu:cpu", "gpu")
 TIMEOUT = 600.0  # seconds; one line of the table
-REPLACED = (*OTHERS, "TEST_NUM_GPU_", "TOTAL_DURATION", "BENCHMARK_SIZE", "BENCHMARK_ITER")  # variables, by how they begin
+# Variables, by how they begin.
+REPLACED = (*OTHERS, *"TEST_NUM_GPU_ TOTAL_DURATION BENCHMARK_SIZE BENCHMARK_ITER".split())
 LINE = re.compile(r"(worker \d+.*): \w+: Application goodput: ([\d.]+) Gbps, ([\d.]+) messages/s")
 GOODPUT = ("goodput_gbps", "goodput_min", "goodput_max", "messages")
 PARSER = opts.parser(
