@@ -207,7 +207,7 @@ def test_usage() -> None:
         assert done.returncode == 2 and "rdma_check.sh client SERVER" in done.stdout
 
 
-# What plays the toolchain and UCX's benchmark: it says how it was called, and fails if FAILS is in that.
+# Plays the toolchain and UCX's benchmark: it says how it was called, and fails if FAILS is in that.
 PLAYED = """#!/bin/sh
 all="$(basename "$0") $* over $FSERVER_TEST_RDMA"
 echo "$all"
