@@ -1,4 +1,4 @@
-"""Where the time of a push_pull of a CPU tensor goes: medians of the intervals of fetch_trace, in microseconds.
+"""Medians of the intervals of fetch_trace for a push_pull of a CPU tensor, in microseconds.
 
     STEPMESH_BACKEND=CPU FSERVER_TRANSPORT=cma python stages.py
 
@@ -40,7 +40,9 @@ def main(role: str) -> None:
             rows = [worker.fetch_trace(handle) for handle in handles[-3000:]]
             took = [statistics.median((t[i + 1] - t[i]) / 1e3 for t in rows) for i in range(7)]
             whole = statistics.median((t[7] - t[0]) / 1e3 for t in rows)
-            shown = "  ".join(f"{name} {us:.2f}" for name, us in zip(NAMES.split(), took))
+            shown = "  ".join(
+                f"{name} {us:.2f}" for name, us in zip(NAMES.split(), took, strict=True)
+            )
             print(f"{4 * n} bytes: {shown}  in all {whole:.2f}", flush=True)
 
 
