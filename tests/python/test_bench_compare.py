@@ -210,6 +210,7 @@ def checked(out: Path) -> None:
     assert all(40 < int(share) < 60 for share in shares.groups())
 
 
+@pytest.mark.long
 def test_two_interfaces(tmp_path: Path) -> None:
     needs("unshare", "ip")
     out = tmp_path / "rows.json"
@@ -245,6 +246,7 @@ wait $server
 """
 
 
+@pytest.mark.long
 def test_two_hosts(tmp_path: Path) -> None:
     needs("unshare", "nsenter", "ip")
     out = tmp_path / "rows.json"
