@@ -67,8 +67,8 @@ func kill(f *Fabric) (err error) {
 	f.Listener.Close()
 	f.Owned(func() {
 		for _, c := range f.conns.All {
-			_ = c.session.Socket.Close() // it may have ended
-			if c.qp != nil {
+			_ = c.session.Socket.Close()      // it may have ended
+			if c.qp != nil && !c.destroying { // else another goroutine is destroying it
 				err = errors.Join(err, c.qp.Fail())
 			}
 		}
