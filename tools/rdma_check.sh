@@ -199,10 +199,10 @@ ucx() {
     meet "ucx $bytes" "$((limit + 30))"
     [[ $role == server ]] || sleep 1 # until it listens
     # shellcheck disable=SC2046
-    try ucx ucx_perftest -t ucp_put_lat -s "$bytes" -n 1000 -p $((port + 7)) $([[ $role == server ]] || echo "$server") || return
-    found+="; $bytes B: $(tail -n 1 "$results/ucx.log" | tr -s ' ')"
+    try "ucx-$bytes" ucx_perftest -t ucp_put_lat -s "$bytes" -n 1000 -p $((port + 7)) $([[ $role == server ]] || echo "$server") || return
+    found+=", $bytes B $(awk '$1 == "Final:" { us = $5 " us" } END { print us ? us : "see its log" }' "$results/ucx-$bytes.log")"
   done
-  line ok ucx "${found#; }"
+  line ok ucx "${found#, }"
 }
 
 facts

@@ -215,6 +215,7 @@ case "$all" in *"$FAILS"*) exit 3 ;; esac
 echo "--- PASS: TestOne (0.00s)"
 echo "    --- PASS: TestOne/half (0.00s)"
 echo "--- SKIP: TestTwo (0.00s)"
+echo "Final:     1000     1.2     1.3     1.25     7.4     7.4     9697     9697"
 """
 
 
@@ -250,5 +251,7 @@ def test_ucx(spaces: dict[str, str], tmp_path: Path) -> None:
     out = played(spaces, tmp_path, STEPS="ucx")
     for role in HOSTS:
         assert states(out[role])["ucx"] == "ok", out
-        log = (tmp_path / role / "ucx.log").read_text()
-        assert "-s 1835008" in log and (HOSTS["server"] in log) == (role == "client")
+        assert ", 917504 B 1.25 us, 1835008 B 1.25 us" in out[role]
+        for size in (4096, 917504, 1835008):
+            log = (tmp_path / role / f"ucx-{size}.log").read_text()
+            assert f"-s {size}" in log and (HOSTS["server"] in log) == (role == "client")

@@ -107,6 +107,12 @@ func (c *Conn) slot() (uint32, bool) {
 	return t.slotAt % slots, true
 }
 
+// add adds a request, for which there is room.
+func (t *tx) add(w sendWR) {
+	t.wrs[t.prepared%wrDepth] = w
+	t.prepared++
+}
+
 // use makes a request of n bytes of a slot.
 func (c *Conn) use(slot uint32, n int, w sendWR) {
 	t := &c.tx
@@ -114,8 +120,7 @@ func (c *Conn) use(slot uint32, n int, w sendWR) {
 	if c.carries(uint64(n)) {
 		w.r.Flags = rdma.Inline
 	}
-	t.wrs[t.prepared%wrDepth] = w
-	t.prepared++
+	t.add(w)
 	t.ends[slot] = t.prepared
 	t.slotAt++
 }
@@ -197,13 +202,11 @@ func (c *Conn) prepareWrite() bool {
 	n := min(src.Len, longest, there)
 	if cur.dev == mem.CPU && c.carries(n) {
 		w.r.From, w.r.Flags = rdma.Piece{Address: uint64(src.Addr), Len: uint32(n)}, rdma.Inline
-		t.wrs[t.prepared%wrDepth] = w
-		t.prepared++
+		t.add(w)
 	} else if lkey, here := c.f.local(src); here > 0 {
 		n = min(n, here)
 		w.r.From = rdma.Piece{Address: uint64(src.Addr), Len: uint32(n), LKey: lkey}
-		t.wrs[t.prepared%wrDepth] = w
-		t.prepared++
+		t.add(w)
 	} else if cur.dev != mem.CPU {
 		c.end(notRegistered(src, cur.dev))
 		return false
