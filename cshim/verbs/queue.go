@@ -109,7 +109,7 @@ type Flags uint8
 
 // A request that is not Signaled completes only if it fails, and is over when a
 // later one of its queue pair has completed. PostSend copies what is Inline: the bytes need no key, and the NIC does
-// not read memory. The CPU must be able to read them.
+// not read them from memory. The CPU must be able to read them.
 const (
 	Signaled Flags = C.CS_IB_SIGNALED
 	Inline   Flags = C.CS_IB_INLINE

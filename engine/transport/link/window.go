@@ -75,7 +75,8 @@ func (b *Bytes) Trim(limit int) {
 	}
 }
 
-// Take has take queue operations in order, up to one for which there is no room or that is wrong. n of them are queued.
+// Take hands operations to take, in order, and stops at the first one that take does not queue: there is no room for it,
+// or it is wrong. It returns how many are queued.
 func Take(ops []transport.Op, take func(*transport.Op) (bool, error)) (n int, err error) {
 	for taken := true; taken && n < len(ops); {
 		if taken, err = take(&ops[n]); taken {
