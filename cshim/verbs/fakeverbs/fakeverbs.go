@@ -107,7 +107,7 @@ func function(name string) unsafe.Pointer {
 }
 
 // Set changes what the devices are like: "devices" (2 of at most 4), "td" (1: they
-// have thread domains), "cqe", "qps", "wr", "mr_size" (limits), "inline" (220 bytes),
+// have thread domains), "cqe", "qps", "wr", "mr_size" (limits), "inline" (220 bytes), "mute" (1: no errno says why a queue pair is refused),
 // "gids" (3: all, IPv4 in 127.0.77; 2: all; 1: no IPv4; 0: none), "down" (1: ports are down; else bit 1+N is that of
 // device N), "locked" (bytes that may be registered in all; -1: any), "hold" (1: requests wait until it is 0; 2: reads alone do), "late" (1: writes
 // to memory of a GPU reach it with the next read of one), "dmabuf" (0: devices take no dma-buf), "lag"

@@ -90,6 +90,18 @@ func testWriteNothing(w *world) {
 	a.post(dst.write(0, 1), dst.write(50, 2, empty), dst.write(100, 3, empty, empty))
 	w.until("the writes arrive", func() bool { return len(b.writes) == 3 && a.idle() })
 	require.ElementsMatch(w, []written{{1, 0}, {2, 0}, {3, 0}}, b.writes)
+	for _, src := range [][]mem.Span{nil, {empty, empty}} { // on a Conn at rest, with no frame behind it
+		a.n.user++
+		op := dst.write(0, 4, src...)
+		op.User = a.n.user
+		w.until("post takes the write", func() bool {
+			n, err := a.c.Post([]transport.Op{op})
+			require.NoError(w, err)
+			return n == 1
+		})
+		a.open[op.User] = true
+		w.until("the write ends", a.idle)
+	}
 	w.untouched("target", dst.Span())
 	require.Zero(w, a.failed())
 	w.echo(a, b)

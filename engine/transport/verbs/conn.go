@@ -66,6 +66,9 @@ func (c *Conn) Post(ops []transport.Op) (int, error) {
 	}
 	n, err := link.Take(ops, c.take)
 	c.pump()
+	if c.tx.over() { // a write of no bytes asks nothing of the NIC
+		c.f.push(c)
+	}
 	if err == nil {
 		err = c.Err
 	}
@@ -125,13 +128,6 @@ func (c *Conn) giveUp() {
 
 // destroy gives back what make took. It may block.
 func (c *Conn) destroy() {
-	if c.gone {
-		return
-	}
-	c.gone = true
-	if c.patience != nil {
-		c.patience.Stop()
-	}
 	if c.qp != nil {
 		_ = c.qp.Destroy()
 	}
@@ -140,6 +136,14 @@ func (c *Conn) destroy() {
 	}
 	if c.buf.Len != 0 {
 		_ = mem.Unmap(c.buf)
+	}
+}
+
+// leave notes that destroy was called. It is for the owner.
+func (c *Conn) leave() {
+	c.gone = true
+	if c.patience != nil {
+		c.patience.Stop()
 	}
 }
 
@@ -159,10 +163,9 @@ func (c *Conn) finish(ev []transport.Event) (n int) {
 			c.destroying = true
 			delete(f.byQP, c.number) // the device may give it to another one
 			f.Task(func() {
-				c.qp.Destroy()
+				c.destroy()
 				f.Owned(func() {
-					c.qp = nil
-					c.destroy()
+					c.leave()
 					f.visitLater(c)
 				})
 			})

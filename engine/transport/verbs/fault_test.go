@@ -195,7 +195,11 @@ func TestConnectFails(t *testing.T) {
 	})
 	for _, call := range []string{"ibv_reg_mr", "ibv_create_qp", "INIT", "RTR", "RTS", "ibv_post_recv"} {
 		for after := range 2 { // the dialer's or the listener's
-			fakeverbs.Fail(call, syscall.ENOMEM, after, 1)
+			times := 1
+			if call == "ibv_create_qp" || call == "INIT" { // which NewQP calls
+				times = 2 // the second time without inline data
+			}
+			fakeverbs.Fail(call, syscall.ENOMEM, after, times)
 			_, err := w.dial()
 			require.ErrorContains(t, err, "verbs: connect to ", call)
 			require.Error(t, <-refused, call) // it makes no more calls

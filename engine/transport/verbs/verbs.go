@@ -210,7 +210,10 @@ func (f *Fabric) Bind(transport.Key, transport.Conn) error { return nil }
 func (f *Fabric) Close() error {
 	f.Shut(f.conns.Leave, func() {
 		for _, c := range f.conns.All {
-			c.destroy()
+			if !c.gone {
+				c.destroy()
+				c.leave()
+			}
 			f.queue.Push(c)
 		}
 		for i := range f.regions {

@@ -26,7 +26,7 @@ struct mr *mrs;
 /* Options: what the devices are like. */
 static long opt_td = 1, opt_cqe = 4096, opt_mr_size = 1L << 40, opt_gids = 2,
             opt_down, opt_locked = -1, opt_dmabuf = 1;
-long opt_devices = 2, opt_inline = 220, opt_qps = 1000, opt_wr = 4096, opt_lag,
+long opt_devices = 2, opt_inline = 220, opt_mute, opt_qps = 1000, opt_wr = 4096, opt_lag,
      opt_ib, opt_away = -1, opt_ports = 1;
 int opt_hold;
 long opt_patient, opt_late;
@@ -535,7 +535,7 @@ static const struct {
     {"lag", &opt_lag, 0},         {"patient", &opt_patient, 0},
     {"infiniband", &opt_ib, 0},   {"away", &opt_away, -1},
     {"ports", &opt_ports, 1},     {"dmabuf", &opt_dmabuf, 1},
-    {"late", &opt_late, 0}};
+    {"late", &opt_late, 0},       {"mute", &opt_mute, 0}};
 
 int fake_set(const char *name, long value) {
   lock();
