@@ -114,7 +114,7 @@ test: ext ## all tests: go test, pytest and the tests of the C++ headers
 	fi
 	exit $$status
 
-coverage: ext ## print which lines the tests run: Go, Python, the C++ headers (PARTS="go python cpp")
+coverage: ext ## print which lines the tests run: Go, Python, C++ (PARTS="go python cpp")
 	@GO="$(GO)" BIN=$(BIN) JOBS=$(JOBS) tools/coverage.sh $(PARTS)
 
 lint: setup ## format, vet, types, static checks, generated files, sizes

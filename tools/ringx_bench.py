@@ -207,12 +207,11 @@ def main() -> None:
         "nccl": torch.cuda.nccl.version() if on_gpu else None,
     }
     first, rows = dist.get_rank() == 0, []
-    if first:
-        print(report.header(TABLE))
+    table = report.Table(TABLE) if first else None
     for row in measure(options, device):
         rows.append(row)
-        if first:
-            print(report.line(TABLE, {**dict.fromkeys(TABLE), **row}), flush=True)
+        if table:
+            table.add({**dict.fromkeys(TABLE), **row})
     if options.json and first:
         report.save(options.json, {"rows": rows, "machine": machine})
     dist.barrier()

@@ -77,7 +77,9 @@ def main(argv: list[str]) -> int:
                 found[name].append(_run(name, *ways[name], [options.benchmark, *options.args]))
     first = next(iter(ways))
     rows = [row for name in ways for row in _rows(name, found[name], first, found[first])]
-    print(report.header(COLUMNS), *(report.line(COLUMNS, row) for row in rows), sep="\n")
+    table = report.Table(COLUMNS)
+    for row in rows:
+        table.add(row)
     if options.json:
         report.save(options.json, {"bench": "compare", "rows": rows})
     return judge(options.against, rows) if options.against else 0

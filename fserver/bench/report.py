@@ -106,16 +106,30 @@ MEASURED = ("transport", "op", "bytes_out", "bytes_back", "p50_us", "p99_us")
 RAW = ("gbps", "baseline_p50_us", "baseline_p99_us", "baseline_gbps", "ratio")
 
 
-def header(keys: Sequence[str]) -> str:
-    """The titles of a table whose columns are these keys of its rows."""
-    return _line(keys, [key.replace("baseline_", "raw_") for key in keys])
+class Table:
+    """Prints results under titles, each as it comes. The columns are keys of the results."""
 
+    def __init__(self, keys: Sequence[str]):
+        from rich.console import Console
 
-def line(keys: Sequence[str], result: dict[str, Any]) -> str:
-    """A row; one that was skipped ends in the reason."""
-    reason = result.get("skipped")
-    text = _line(keys, [_cell(key, result[key]) for key in keys])
-    return f"{text}  skipped: {reason}" if reason else text
+        self._keys, self._console = keys, Console(width=1000, highlight=False, markup=False)
+        self._print([key.replace("baseline_", "raw_") for key in keys])
+
+    def add(self, result: dict[str, Any]) -> None:
+        """Prints a row; one that was skipped ends in the reason."""
+        reason = result.get("skipped")
+        cells = [_cell(key, result[key]) for key in self._keys]
+        self._print([*cells, f"skipped: {reason}"] if reason else cells)
+
+    def _print(self, cells: Sequence[str]) -> None:
+        from rich.table import Table as Grid
+
+        grid = Grid.grid(padding=(0, 2, 0, 0))
+        for key in self._keys:
+            width = 10 if key in TEXT else max(len(key), 9)
+            grid.add_column(justify="left" if key in TEXT else "right", min_width=width)
+        grid.add_row(*cells)
+        self._console.print(grid)
 
 
 def _cell(key: str, value: Any) -> str:
@@ -124,11 +138,6 @@ def _cell(key: str, value: Any) -> str:
     if key.startswith("bytes"):
         return show_size(value)
     return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def _line(keys: Sequence[str], cells: Sequence[str]) -> str:
-    both = zip(keys, cells, strict=True)
-    return "  ".join(t.ljust(10) if k in TEXT else t.rjust(max(len(k), 9)) for k, t in both)
 
 
 def machine(cores: tuple[int, int]) -> dict[str, Any]:

@@ -101,10 +101,10 @@ class Run(contextlib.ExitStack):
 
         hidden = not (sys.stdout.isatty() and sys.stderr.isatty())
         bar: dict[str, Any] = {"console": Console(stderr=True), "transient": True}
-        print(report.header(self._columns), flush=True)
+        table = report.Table(self._columns)
         for rows in track(cases, self._name, count, disable=hidden, **bar):
             for row in rows:
-                print(report.line(self._columns, row), flush=True)
+                table.add(row)
             self.rows += rows
         if self.options.json:
             about = {"machine": self.facts, "options": vars(self.options)}

@@ -5,86 +5,80 @@ fork has none of its threads."""
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import types
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
+from fserver.bench.processes import Child
+
+MARGIN = 30.0  # seconds after those of the program
+
 
 class Forks:
-    """A process with the imports done, under the environment given."""
+    """A process with the imports done, started with these variables in its environment."""
 
     def __init__(self, **env: str) -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, __file__],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._child = Child("process that forks", _fork, **env)
 
     def run(self, *command: str, limit: int, **env: str) -> subprocess.CompletedProcess[str]:
         """Runs a program, with its arguments, as ``python PROGRAM ...`` or ``python -c CODE ...``
         would, with these variables in its environment. SIGALRM ends it after ``limit`` seconds."""
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
         with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
-            print(
-                json.dumps([command, limit, env, out.name, err.name]),
-                file=self._server.stdin,
-                flush=True,
-            )
-            status = self._server.stdout.readline()
-            assert status, "the process that forks has ended"
-            return subprocess.CompletedProcess(command, int(status), out.read(), err.read())
+            self._child.put((command, limit, env, (os.devnull, out.name, err.name)))
+            status = self._child.get(limit + MARGIN)
+            return subprocess.CompletedProcess(command, status, out.read(), err.read())
 
     def close(self) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait()
+        self._child.close()
 
 
 @pytest.fixture(scope="session")
 def programs() -> Iterator[Forks]:
     """Runs programs that need no interpreter without torch."""
-    made = Forks()
+    made = Forks(OMP_WAIT_POLICY="PASSIVE")
     yield made
     made.close()
 
 
-def forked() -> tuple[str, bytes]:
-    """Forks for each line of stdin. In a child it returns the path of the program and its text,
-    with everything ready to run it."""
-    for line in sys.stdin:
-        if child := os.fork():
-            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-            continue
-        command, limit, env, *outputs = json.loads(line)
-        os.environ.update(env)
-        signal.alarm(limit)
-        for fd, path in enumerate([os.devnull, *outputs]):
-            os.dup2(os.open(path, os.O_RDWR), fd)
-        if command[0] == "-c":
-            sys.argv = ["-c", *command[2:]]
-            return "<string>", command[1].encode()
-        sys.argv = command
-        return command[0], Path(command[0]).read_bytes()
-    sys.exit()
-
-
-if __name__ == "__main__":
+def _fork(conn: Connection) -> None:
+    """Forks for each program that comes, and answers how it ended."""
     import nodes  # noqa: F401
     import torch  # noqa: F401
 
     gc.collect()
     gc.freeze()  # a child's exit then leaves most of this memory alone
+    while True:
+        command, limit, env, files = conn.recv()
+        if child := os.fork():
+            conn.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            continue
+        signal.alarm(limit)
+        os.environ.update(env)
+        for fd, path in enumerate(files):
+            os.dup2(os.open(path, os.O_RDWR), fd)
+        _run(command)
 
-    # As __main__ itself, so that the program's globals live until the interpreter has ended.
-    __file__, _program = forked()
-    exec(compile(_program, __file__, "exec", dont_inherit=True), globals())
+
+def _run(command: tuple[str, ...]) -> None:
+    """Runs a program as ``__main__``, whose variables live until the interpreter has ended."""
+    program, code = command[0], None
+    if program == "-c":
+        program, code, sys.argv = "<string>", command[1], ["-c", *command[2:]]
+    else:
+        code, sys.argv = Path(program).read_text(), list(command)
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__ = program
+    try:
+        exec(compile(code, program, "exec", dont_inherit=True), main.__dict__)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
+    sys.exit()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,11 +167,25 @@ class Child(processes.Child):
         self.process.kill()
         return now
 
+    def freeze(self) -> None:
+        """SIGSTOP; none of its threads runs any more."""
+        os.kill(self.pid, signal.SIGSTOP)
+        eventually(lambda: _states(self.pid) == {"T"})
+
     def end(self) -> None:
         """The child ends by itself, without an error."""
         self.process.join(LIMIT)
         while self.process.exitcode != 0:
             self.get(0)
+
+
+def _states(pid: int) -> set[str]:
+    """What the threads of a process do, by the letters of proc(5)."""
+    found = set()
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found.add(stat.read_text().rpartition(")")[2].split()[0])
+    return found
 
 
 class Parent:

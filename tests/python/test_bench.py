@@ -66,7 +66,7 @@ def test_show_size():
     assert shown == ["0 B", "64 B", "1000 B", "4 KiB", "4097 B", "64 MiB", "1 GiB"]
 
 
-def test_row_takes_medians_over_rounds():
+def test_row_takes_medians_over_rounds(capsys):
     measured = [{"iters": 50, "p50_us": p, "p99_us": 2 * p} for p in (12.0, 90.0, 10.0)]
     raw_rounds = [{"p50_us": p, "p99_us": 3 * p} for p in (8.0, 7.0, 10.0)]
     row = report.row("tcp", "push_pull", (3000, 3000), measured, raw_rounds)
@@ -75,19 +75,22 @@ def test_row_takes_medians_over_rounds():
     assert row["ratio"] == 1.5
     assert row["gbps"] == 0.5 and row["baseline_gbps"] == 0.75
     assert row["p50_us_rounds"] == [12, 90, 10] and row["rounds"] == 3 and row["iters"] == 50
-    cells = report.line(COLUMNS, row).split()
-    assert cells[:2] == ["tcp", "push_pull"] and cells[-1] == "1.500"
-    assert len(report.header(COLUMNS)) == len(report.line(COLUMNS, row))
 
     case, missing = Case("push", (64,)), Way("raw tcp", reason="no compiler")
     alone = Way("tcp", "player", missing, rounds=measured).row(case)
     assert alone["ratio"] is None and alone["baseline_p50_us"] is None
     assert alone["baseline"] is None and alone["baseline_missing"] == "no compiler"
-    assert report.line(COLUMNS, alone).split()[-1] == "-"
 
     skipped = Way("cma", reason="no such thing").row(case)
     assert skipped["p50_us"] is None and skipped.keys() == alone.keys()
-    assert report.line(COLUMNS, skipped).endswith("skipped: no such thing")
+
+    table = report.Table(COLUMNS)
+    for result in (row, alone, skipped):
+        table.add(result)
+    titles, *lines = (line.rstrip() for line in capsys.readouterr().out.splitlines())
+    assert len(titles) == len(lines[0]) == len(lines[1])
+    assert lines[0].split()[:2] == ["tcp", "push_pull"] and lines[0].endswith(" 1.500")
+    assert lines[1].endswith(" -") and lines[2].endswith("skipped: no such thing")
 
 
 def asked(**more):

@@ -309,7 +309,7 @@ def test_a_worker_is_told_of_a_killed_server(child: MakeChild, call: str) -> Non
     assert other.get() == "connected"
     h = worker.push_pull([torch.ones(1)], [0], [torch.empty(1)], [0])
     # Or it may hear that its worker leaves, after which its end is no loss.
-    os.kill(other.pid, signal.SIGSTOP)
+    other.freeze()
     future = in_thread(
         {
             "wait": lambda: worker.wait(h, LIMIT * 1e3),

@@ -152,7 +152,7 @@ def test_a_server_is_restarted(child: MakeChild) -> None:
     with busy(workers[0], server):
         for i in range(3):
             ask(workers[1], i)
-            os.kill(other.pid, signal.SIGSTOP)  # so that it is not answered before
+            other.freeze()  # so that it is not answered before
             pending = workers[1].push_pull([torch.ones(9)], [7], [torch.zeros(9)], [0])
             killed = other.kill()
             lost(lambda h=pending: workers[1].wait(h), killed, "server", 1)
@@ -321,7 +321,7 @@ def test_push_pulls_wait_for_the_next_server(child: MakeChild) -> None:
     together([scheduler.connect, worker.connect])
     assert [other.get(), other.get()] == ["open", "connected"]
     ask(worker)
-    os.kill(other.pid, signal.SIGSTOP)
+    other.freeze()
     x, y = torch.arange(8.0), torch.zeros(8)
     sent = worker.push_pull([x], [0], [y], [0])
     other.kill()
@@ -365,7 +365,7 @@ def test_waiting_ends(child: MakeChild) -> None:
     other = child(server_process, at, options)
     together([scheduler.connect, worker.connect])
     assert [other.get(), other.get()] == ["open", "connected"]
-    os.kill(other.pid, signal.SIGSTOP)
+    other.freeze()
     handler = worker.push_pull([torch.ones(1)], [0], [torch.zeros(1)], [0])
     killed = other.kill()
     with pytest.raises(fserver.PeerLostError):
@@ -414,7 +414,7 @@ def test_a_stopped_process(child: MakeChild, stopped_s: float) -> None:
     assert other.get() == "connected"
     answers = in_thread(answer, server)
     assert other.get() == "running"
-    os.kill(other.pid, signal.SIGSTOP)
+    other.freeze()
     time.sleep(stopped_s)
     before = server.describe()["requests"]
     os.kill(other.pid, signal.SIGCONT)
