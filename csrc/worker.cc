@@ -149,7 +149,7 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
 
   std::optional<Claims::Claim> claim;
   if (!stepmesh_ && !channel)
-    claim.emplace(claims_, t.all.data() + np, nq);
+    claim.emplace(claims_, t.all.data(), np, nq);
   fs_ticket ticket = 0;
   Behind behind(need_event, t.on_gpu, np || t.on_gpu ? info().device : -1);
   auto send = [&] {

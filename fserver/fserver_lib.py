@@ -87,11 +87,16 @@ def init() -> None:
         raise ConfigError(
             f"DMLC_ROLE={os.environ['DMLC_ROLE']!r}: want worker, server, scheduler or joint"
         )
-    _node = classes[role].from_env()
-    if isinstance(_node, StepmeshWorker | StepmeshServer) and _node.device != "cpu":
+    node = classes[role].from_env()
+    if isinstance(node, StepmeshWorker | StepmeshServer) and node.device != "cpu":
         import torch
 
-        torch.cuda.set_device(_node.device)
+        try:
+            torch.cuda.set_device(node.device)
+        except BaseException:  # or the peers would wait for a member that does nothing
+            node.close()
+            raise
+    _node = node
     _fast.bind(_node)
 
 

@@ -95,7 +95,7 @@ var table = []struct {
 		number("FSERVER_SPLIT_BYTES", "131072", 4096, 1<<40, func(c *Config) *int { return &c.Split },
 			"size in bytes from which on a tensor is cut, to travel over [several interfaces](rails.md), devices or queue pairs at once"),
 		choice("STEPMESH_BACKEND", "", backends, func(c *Config) *Backend { return &c.Backend },
-			"where tensors and receive buffers are. `CPU` uses no GPU; `GPU` uses GPU STEPMESH_GPU, and is an error on a host without one").or("GPU if there is one").older(Spelling{Name: "STEPMESH_BAKCEND"}),
+			"where tensors and receive buffers are. `CPU` uses no GPU; `GPU` uses GPU STEPMESH_GPU, and is an error on a host without one").or("GPU if there is one, and torch can use it").older(Spelling{Name: "STEPMESH_BAKCEND"}),
 		flag("STEPMESH_MEM_SYNC", "1", func(c *Config) *bool { return &c.Flags },
 			"how the CPU learns that a stream has reached a point: 1 by a flag in memory, 0 by an event. For GPU tensors"),
 		text("CUDA_VISIBLE_DEVICES", "text", "as CUDA reads it", func(c *Config) *string { return &c.Visible }, func(string) bool { return true },

@@ -167,17 +167,24 @@ def test_two_threads_and_one_tensor(pair: Cluster) -> None:
         pair.worker.wait(handler, LIMIT * 1e3)
 
 
-def test_after_a_failure_the_tensor_is_free(cluster: MakeCluster) -> None:
-    """It belongs to nobody once the request has failed, though the other server still has it."""
+def test_after_a_failure_the_tensor_is_not_free_yet(cluster: MakeCluster) -> None:
+    """The other server still has the request. What comes behind it there, by a push key, may pull
+    into the same tensors."""
     c = cluster(servers=2)
-    y = [torch.zeros(1), torch.zeros(1)]
-    handler = c.worker.push_pull([], [], y, [0])
-    [(_, _, _)] = c.servers[1].get_batch(LIMIT * 1e3)  # it does not answer
+    x, y = torch.ones(1), [torch.zeros(1), torch.zeros(1)]
+    handler = c.worker.push_pull([x], [5], y, [0])
+    [(first, _, _)] = c.servers[1].get_batch(LIMIT * 1e3)  # it does not answer yet
     c.servers[0].close()
     for _ in range(2):
         with pytest.raises(fserver.PeerLostError):
             c.worker.wait(handler, LIMIT * 1e3)
-        handler = c.worker.push_pull([], [], y, [0])
+        for keys in ([], [6]):
+            with pytest.raises(fserver.ConfigError, match="another one may still answer"):
+                c.worker.push_pull([x] * len(keys), keys, y, [0])
+        handler = c.worker.push_pull([x], [5], y, [0])
+    c.servers[1].respond([torch.full((1,), 7.0)], first)
+    with pytest.raises(fserver.PeerLostError):
+        c.worker.wait(handler, LIMIT * 1e3)
 
 
 # Types
@@ -411,3 +418,37 @@ def test_a_server_that_cannot_open_frees_its_port() -> None:
         except fserver.ConfigError:
             fserver.Server(scheduler=at, **shape).close()
             raise
+
+
+# Torch without GPUs
+
+
+class Made(Exception):
+    """What a node would have been made of."""
+
+
+@pytest.mark.parametrize(
+    ("built", "environment", "backend"),
+    [
+        (False, {}, ["CPU"]),
+        (True, {}, []),
+        (False, {"STEPMESH_BAKCEND": "GPU"}, []),
+        (False, {"STEPMESH_BACKEND": "GPU"}, []),
+    ],
+)
+def test_a_torch_without_gpus(
+    monkeypatch: pytest.MonkeyPatch, built: bool, environment: dict[str, str], backend: list[str]
+) -> None:
+    """Its nodes use none, though the host has one, unless they are told to."""
+
+    def make(_self: Any, _extension: Any, lines: list[str]) -> None:
+        raise Made(lines)
+
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: built)
+    monkeypatch.setattr(fserver.Worker, "_make", make)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Made) as made:
+        fserver.Worker(scheduler="127.0.0.1:1")
+    given = dict(line.split("=", 1) for line in made.value.args[0])
+    assert [v for k, v in given.items() if k == "STEPMESH_BACKEND"] == backend
