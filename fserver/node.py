@@ -80,12 +80,6 @@ def _text(value: Any) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
-def _has_backend(settings: Mapping[str, str]) -> bool:
-    """Whether these settings or the environment say where tensors are."""
-    names = "STEPMESH_BACKEND", "STEPMESH_BAKCEND"
-    return any(settings.get(name) or os.environ.get(name) for name in names)
-
-
 def _torch_has_gpus() -> bool:
     """Whether this build of torch can use GPUs at all."""
     import torch
@@ -211,7 +205,8 @@ class Node:
 
     def _open(self, settings: dict[str, str]) -> None:
         settings = {**settings, "DMLC_ROLE": self._role}
-        if self._role != "scheduler" and not _has_backend(settings) and not _torch_has_gpus():
+        said = settings.get("STEPMESH_BACKEND") or settings.get("STEPMESH_BAKCEND")
+        if not said and self._role != "scheduler" and not _torch_has_gpus():
             settings["STEPMESH_BACKEND"] = "CPU"
         lines = [f"{name}={value}" for name, value in settings.items()]
         self._node = self._make(self._load(), lines)

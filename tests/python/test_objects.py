@@ -433,7 +433,7 @@ class Made(Exception):
         (False, {}, ["CPU"]),
         (True, {}, []),
         (False, {"STEPMESH_BAKCEND": "GPU"}, []),
-        (False, {"STEPMESH_BACKEND": "GPU"}, []),
+        (False, {"STEPMESH_BACKEND": "GPU"}, ["GPU"]),
     ],
 )
 def test_a_torch_without_gpus(
