@@ -10,10 +10,17 @@ from blocks import ROOT, Block, files, pages, read, runnable, unused
 from runner import missing, run
 
 PAGES = {path: read(path) for path in pages()}
-BLOCKS = [(path, block) for path, blocks in PAGES.items() for block in runnable(blocks)]
+LONG = ("benchmarks", "latency", "launchers", "long-contexts", "observe", "rails", "two-hosts")
+"""Pages whose blocks start many processes, or measure."""
+
+BLOCKS = [
+    pytest.param(path, block, id=block.name, marks=[pytest.mark.long] if path.stem in LONG else [])
+    for path, blocks in PAGES.items()
+    for block in runnable(blocks)
+]
 
 
-@pytest.mark.parametrize(("path", "block"), BLOCKS, ids=[block.name for _, block in BLOCKS])
+@pytest.mark.parametrize(("path", "block"), BLOCKS)
 def test_block(path: Path, block: Block, tmp_path: Path) -> None:
     if reason := missing(block):
         pytest.skip(f"{block.name}: {reason}")

@@ -68,6 +68,7 @@ def test_slower_is_what_lies_wholly_above_the_limit(capsys):
 SHORT = "--sizes 64 --ops push_pull --rounds 1 --iters 5 --no-baseline".split()
 
 
+@pytest.mark.long
 def test_each_build_is_measured_by_its_own_package(slow, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare, "HERE", slow)
     path = tmp_path / "rows.json"

@@ -61,6 +61,7 @@ def test_rows(
     assert "goodput_gbps" in capsys.readouterr().out
 
 
+@pytest.mark.long
 @needs_compiler
 def test_two_hosts(program: Path, tmp_path: Path) -> None:
     path = tmp_path / "out.json"

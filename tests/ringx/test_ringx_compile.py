@@ -83,7 +83,7 @@ def trained(me: Rank, backend: str) -> tuple[float, list[int]]:
     return worst, graphs
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_module(world: World, backend: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(LIMIT, "cpu", 300.0)  # a compiler of C++
     for worst, graphs in world.run(TWO, trained, backend):

@@ -39,10 +39,10 @@ def run(*command: str) -> str:
     [
         ("gpt", "auto", ""),
         ("gpt", "X2", ""),
-        ("gpt", "X2o", ""),
+        pytest.param("gpt", "X2o", "", marks=pytest.mark.long),
         ("gpt", "auto", "--tensor-parallel 2"),
         ("vit", "auto", ""),
-        ("vit", "auto", "--context-parallel 1"),
+        pytest.param("vit", "auto", "--context-parallel 1", marks=pytest.mark.long),
     ],
 )
 def test_losses_are_equal(name: str, algorithm: str, split: str, tmp_path: Path):

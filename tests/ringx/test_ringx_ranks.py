@@ -225,7 +225,13 @@ def differences_of_ours(
     return differences(me, kernel, problem, causal, ours(me, problem, causal))
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(
+    "causal",
+    [
+        pytest.param(True, id="causal"),
+        pytest.param(False, id="full", marks=[] if ON_GPU else [pytest.mark.long]),
+    ],
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_calls_right_behind_each_other(ranks: World, case: tuple, causal: bool):
     for found in run(ranks, differences_of_ours, *case, causal):
