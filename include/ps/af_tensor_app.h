@@ -22,7 +22,6 @@
 #include "ps/internal/life.h"
 #include "ps/internal/threadsafe_queue.h"
 #include "ps/internal/trace.h"
-#include "ps/internal/underway.h"
 #include "ps/kv_app.h"
 #include "ps/simple_app.h"
 
@@ -76,24 +75,6 @@ inline std::optional<fserver::Stream> CurrentStream(const KeyTensorBatch &all) {
   return std::nullopt;
 }
 
-// Operations under way, and the tensors that they use.
-class Kept {
-public:
-  explicit Kept(const fserver::Node &node) : node_(node) {}
-  void Add(const fserver::Handle &h, KeyTensorBatch tensors) {
-    all_.add([this](const Entry &e) { return node_.ended(e.handle); }) =
-        Entry{h, std::move(tensors)};
-  }
-
-private:
-  struct Entry {
-    fserver::Handle handle;
-    KeyTensorBatch tensors;
-  };
-  const fserver::Node &node_;
-  detail::Underway<Entry> all_;
-};
-
 } // namespace internal
 
 // The worker of this process, which StartPS has opened. Its calls may come from several threads.
@@ -102,7 +83,7 @@ public:
   // Throws ClosedError if StartPS has not started that worker.
   explicit AFTensorWorker(int instance_idx = 0)
       : node_(Postoffice::GetWorker(instance_idx)->worker("AFTensorWorker")),
-        worker_(node_->worker), kept_(worker_) {}
+        worker_(node_->worker) {}
 
   // Sends all push tensors to every server, and has every server write its answers into the pull
   // tensors: pull[i * Q + j] takes answer j of server i. Returns at once; the tensors are kept until
@@ -127,7 +108,8 @@ public:
 
     std::lock_guard<std::mutex> lock(mutex_);
     const fserver::Handle h = worker_.push_pull(out, in, after);
-    kept_.Add(h, std::move(kept));
+    node_->kept.until_ended(worker_, h,
+                            std::make_shared<KeyTensorBatch>(std::move(kept)));
     const std::int64_t first = Next().fetch_add(count);
     requests_[first] = {h, count, started};
     if (requests_.size() > kRemembered)
@@ -201,7 +183,6 @@ private:
   const std::shared_ptr<detail::WorkerNode> node_;
   fserver::Worker &worker_;
   std::mutex mutex_;
-  internal::Kept kept_;
   std::map<std::int64_t, Request> requests_; // by their first number
 };
 
@@ -240,7 +221,7 @@ public:
   explicit AFTensorServer(int gpu)
       : node_(Postoffice::GetServer(detail::instances_here() > 1 ? gpu : 0)
                   ->server("AFTensorServer")),
-        server_(node_->server), kept_(server_) {}
+        server_(node_->server) {}
   AFTensorServer(const AFTensorServer &) = delete;
   AFTensorServer &operator=(const AFTensorServer &) = delete;
   // Takes no further requests. Waits for the handle to return, and at most 0.1 s beside.
@@ -274,18 +255,19 @@ public:
       t.push_back(internal::View("Response", kt));
     const auto after =
         need_event ? internal::CurrentStream(tensors) : std::nullopt;
-    std::lock_guard<std::mutex> lock(mutex_);
     const fserver::Handle h = server_.respond(t, meta.handler, after);
-    kept_.Add(h, std::move(tensors));
+    node_->kept.until_ended(
+        server_, h, std::make_shared<KeyTensorBatch>(std::move(tensors)));
   }
 
   // Receives in memory of the caller's: the tensor is cut into equal parts, and part i receives
-  // keys[i] of worker worker_ranks[i]. It is kept. Throws what fserver::Server::register_recv throws.
+  // keys[i] of worker worker_ranks[i]. It is kept until the node is closed. Throws what fserver::Server::register_recv throws.
   void RegisterRecvTensor(const at::Tensor &tensor,
                           std::vector<int> &worker_ranks,
                           std::vector<Key> &keys) {
     server_.register_recv(internal::View("RegisterRecvTensor", {0, tensor}),
                           worker_ranks, keys);
+    node_->kept.until_closed(std::make_shared<at::Tensor>(tensor));
     std::lock_guard<std::mutex> lock(mutex_);
     registered_.push_back(tensor);
   }
@@ -391,8 +373,7 @@ private:
   fserver::Server &server_;
   AFServerRequestHandle handle_;
   std::mutex mutex_;
-  internal::Kept kept_;
-  std::vector<at::Tensor> registered_;
+  std::vector<at::Tensor> registered_; // of which handles have views
   std::atomic<bool> ending_{false};
   std::thread thread_;
 };

@@ -98,7 +98,7 @@ public:
     send(req, res);
   }
 
-  // Has what a worker pushes under keys[0] received in vals, whose memory stays until Finalize. Call it
+  // Has what a worker pushes under keys[0] received in vals, whose memory is kept until the node is closed. Call it
   // before the first push of the key, for example before a Barrier. worker_id is an ID, see Postoffice::WorkerRankToID.
   //
   // Throws fserver::ShapeError if there is no such worker, or its key has been pushed.
@@ -122,6 +122,7 @@ public:
         fserver::Tensor(vals.data(), fserver::DType::kUInt8, {bytes}, 0,
                         device),
         {worker_rank}, {detail::engine_key(app_id_, keys[0]) + 1});
+    node_->kept.until_closed(vals.ptr());
     node_->apart([&] { registered_[{worker_rank, keys[0]}] = vals; });
   }
 

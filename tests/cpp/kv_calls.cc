@@ -374,6 +374,24 @@ SCENE(registered_memory, 2, 1) {
   }
 }
 
+// Registered memory stays when the KVServer has gone, until the node is closed.
+BARE_SCENE(registered_memory_of_a_server_that_has_gone, 1, 1) {
+  StartPS(0, GetRole(std::getenv("DMLC_ROLE")), -1, true);
+  static std::atomic<bool> gone{false};
+  if (IsServer()) {
+    KVServer<int> server(0);
+    SArray<Key> keys{Key(5)};
+    server.RegisterRecvBufferWithRank(
+        0, keys, SArray<int>(new int[4], 4, [](int *memory) {
+          delete[] memory;
+          gone = true;
+        }));
+  }
+  EXPECT(!gone);
+  Finalize(0, GetRole(std::getenv("DMLC_ROLE")));
+  EXPECT_EQ(gone.load(), IsServer());
+}
+
 SCENE(answers_later_from_another_thread, 2, 2) {
   if (IsServer()) {
     // Which the thread uses until the process has ended.

@@ -130,6 +130,52 @@ SCENE(answers_by_key, 1, 1) {
   EXPECT(at::equal(pull[2].val, full(4, 404)));
 }
 
+namespace {
+
+// A tensor that says when its memory has gone.
+at::Tensor watched(std::int64_t n, std::atomic<bool> *gone) {
+  auto *memory = new float[static_cast<std::size_t>(n)]();
+  return at::from_blob(
+      memory, {n},
+      [=](void *) {
+        delete[] memory;
+        *gone = true;
+      },
+      at::TensorOptions(at::kFloat));
+}
+
+} // namespace
+
+// What the engine reads and writes stays when AFTensorWorker and AFTensorServer have gone, until the node is closed.
+BARE_SCENE(memory_of_objects_that_have_gone, 1, 1) {
+  StartPS(0, own_role(), -1, true);
+  std::atomic<bool> gone[2]{};
+  const bool worker = IsWorker(), server = IsServer();
+  if (server) {
+    AFTensorServer s(0);
+    std::vector<int> ranks{0};
+    std::vector<Key> keys{1};
+    s.RegisterRecvTensor(watched(4, &gone[0]), ranks, keys);
+  }
+  if (worker || server)
+    Postoffice::Get()->Barrier(0, kWorkerGroup + kServerGroup);
+  if (worker) {
+    AFTensorWorker w;
+    KeyTensorBatch push{{1, watched(4, &gone[0])}},
+        pull{{2, watched(4, &gone[1])}};
+    const int timestamp = w.ZBatchPushPull(push, pull);
+    EXPECT_THROW(fserver::TimeoutError, "", w.Wait(timestamp, 50));
+  }
+  EXPECT(!gone[0] && !gone[1]);
+  if (worker || server)
+    Postoffice::Get()->Barrier(0, kWorkerGroup + kServerGroup);
+  try { // at once: a request is open
+    Finalize(0, own_role(), IsScheduler());
+  } catch (const fserver::PeerLostError &) {
+  }
+  EXPECT(gone[0] == (worker || server) && gone[1] == worker);
+}
+
 // What programs of StepMesh keep in queues of their own.
 CASE(requests_and_responses) {
   Environment::Init({{"STEPMESH_BACKEND", "CPU"}});

@@ -19,6 +19,7 @@
 #include "fserver/fserver.hpp"
 #include "ps/internal/env.h"
 #include "ps/internal/message.h"
+#include "ps/internal/underway.h"
 #include "ps/internal/wire.h"
 
 namespace ps::detail {
@@ -217,6 +218,7 @@ struct WorkerNode {
 
   static constexpr std::uint64_t kLook = 256, kBehind = 3000;
 
+  Kept kept; // goes after the worker
   fserver::Worker worker;
   std::mutex looking;
   std::map<std::pair<int, int>, Looks *> all;

@@ -382,6 +382,10 @@ private:
   void ended() {
     van_.ready_ = false;
     node("Finalize").close();
+    if (is_worker())
+      worker("Finalize")->kept.closed();
+    else if (is_server())
+      server("Finalize")->kept.closed();
     letters("Finalize")->end();
     const std::function<void()> f = std::move(at_exit_);
     at_exit_ = nullptr;

@@ -142,6 +142,7 @@ public:
     release(handler);
   }
 
+  Kept kept; // goes after the server
   fserver::Server server;
 
 private:

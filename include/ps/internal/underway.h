@@ -3,7 +3,12 @@
 
 #include <cstddef>
 #include <deque>
+#include <memory>
+#include <mutex>
+#include <utility>
 #include <vector>
+
+#include "fserver/node.hpp"
 
 namespace ps::detail {
 
@@ -41,6 +46,38 @@ private:
   std::deque<T> all_;
   std::vector<T *> open_, free_;
   std::size_t at_ = 0; // in open_: the next to look at
+};
+
+// Memory that the engine uses. It stays when the object that has given it goes.
+class Kept {
+public:
+  // Keeps memory until an operation of the node has ended.
+  void until_ended(const fserver::Node &node, const fserver::Handle &h,
+                   std::shared_ptr<void> memory) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    operations_.add([&](const Entry &e) { return node.ended(e.handle); }) =
+        Entry{h, std::move(memory)};
+  }
+  // Keeps memory until the node is closed.
+  void until_closed(std::shared_ptr<void> memory) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    registered_.push_back(std::move(memory));
+  }
+  // Lets go of all: the node is closed.
+  void closed() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    operations_ = {};
+    registered_.clear();
+  }
+
+private:
+  struct Entry {
+    fserver::Handle handle;
+    std::shared_ptr<void> memory;
+  };
+  std::mutex mutex_;
+  Underway<Entry> operations_;
+  std::vector<std::shared_ptr<void>> registered_;
 };
 
 } // namespace ps::detail
