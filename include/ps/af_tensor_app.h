@@ -188,8 +188,8 @@ private:
 
 // A request: what was pushed, and what is to be answered.
 struct AFTensorMeta {
-  int sender = 0;      // the worker's number
-  int sender_rank = 0; // its rank
+  int sender = 0;      // WorkerRankToID of sender_rank
+  int sender_rank = 0; // the number of the worker's group
   bool single = false; // one tensor in all
   int last_timestamp = 0;
   std::vector<KVMeta> push_metas;
@@ -219,9 +219,8 @@ public:
   // gpu: the instance, if this process runs all of its group; else it is not used: the node's device is STEPMESH_GPU.
   // Throws ClosedError if StartPS has not started that server.
   explicit AFTensorServer(int gpu)
-      : node_(Postoffice::GetServer(detail::instances_here() > 1 ? gpu : 0)
-                  ->server("AFTensorServer")),
-        server_(node_->server) {}
+      : office_(*Postoffice::GetServer(detail::instances_here() > 1 ? gpu : 0)),
+        node_(office_.server("AFTensorServer")), server_(node_->server) {}
   AFTensorServer(const AFTensorServer &) = delete;
   AFTensorServer &operator=(const AFTensorServer &) = delete;
   // Takes no further requests. Waits for the handle to return, and at most 0.1 s beside.
@@ -261,12 +260,15 @@ public:
   }
 
   // Receives in memory of the caller's: the tensor is cut into equal parts, and part i receives
-  // keys[i] of worker worker_ranks[i]. It is kept until the node is closed. Throws what fserver::Server::register_recv throws.
+  // keys[i] of the worker of group worker_ranks[i]. It is kept until the node is closed. Throws what fserver::Server::register_recv throws.
   void RegisterRecvTensor(const at::Tensor &tensor,
                           std::vector<int> &worker_ranks,
                           std::vector<Key> &keys) {
+    std::vector<int> workers;
+    for (const int rank : worker_ranks)
+      workers.push_back(rank * office_.group_size() + server_.instance());
     server_.register_recv(internal::View("RegisterRecvTensor", {0, tensor}),
-                          worker_ranks, keys);
+                          workers, keys);
     node_->kept.until_closed(std::make_shared<at::Tensor>(tensor));
     std::lock_guard<std::mutex> lock(mutex_);
     registered_.push_back(tensor);
@@ -332,12 +334,13 @@ private:
   AFTensorMeta Meta(const std::shared_ptr<fserver::Request> &r) const {
     AFTensorMeta m;
     m.handler = r->handler();
-    m.sender_rank = r->worker();
-    m.sender = Postoffice::WorkerRankToID(r->worker());
+    m.sender_rank = r->worker() / office_.group_size();
+    m.sender = Postoffice::WorkerRankToID(m.sender_rank);
     m.last_timestamp = static_cast<int>(r->handler());
     m.single = r->tensors().size() + r->answers().size() == 1;
     KVMeta kv;
     kv.sender = m.sender;
+    kv.worker = r->worker();
     kv.timestamp = m.last_timestamp;
     for (const fserver::Tensor &t : r->tensors()) {
       const at::Device device =
@@ -369,6 +372,7 @@ private:
     return m;
   }
 
+  const Postoffice &office_;
   const std::shared_ptr<detail::ServerNode> node_;
   fserver::Server &server_;
   AFServerRequestHandle handle_;

@@ -34,7 +34,7 @@ template <class Val> struct KVPairs {
 struct KVMeta {
   int cmd = 0;            // of the call
   bool push = false;      // else a pull
-  int sender = 0;         // the worker's ID
+  int sender = 0;         // WorkerRankToID of the worker's group
   int timestamp = 0;      // of the worker
   int customer_id = 0;    // of the worker
   Key key = 0;            // the first key
@@ -42,7 +42,8 @@ struct KVMeta {
   // Values that were pushed, or are asked for, at most INT_MAX; 0: any number of them.
   int val_len = 0;
   int option = 0;
-  // What is to be answered.
+  // What is to be answered, and to which worker: its rank, which counts instances.
+  int worker = 0;
   detail::Op op = detail::Op::kPush;
   bool wants_lens = false;
   std::uint64_t keys = 0, vals = 0;
@@ -62,8 +63,8 @@ public:
   // Throws fserver::ClosedError before StartPS, and ConfigError if the server has a KVServer of this app.
   explicit KVServer(int app_id, bool is_scheduler = false, int instance_idx = 0)
       : SimpleApp(app_id, app_id, Postoffice::GetServer(instance_idx)),
-        node_(Postoffice::GetServer(instance_idx)->server("KVServer")),
-        app_id_(app_id), app_(*this) {
+        office_(*Postoffice::GetServer(instance_idx)),
+        node_(office_.server("KVServer")), app_id_(app_id), app_(*this) {
     (void)is_scheduler;
     instance_idx_ = instance_idx;
     node_->add(app_id_, &app_);
@@ -99,31 +100,22 @@ public:
   }
 
   // Has what a worker pushes under keys[0] received in vals, whose memory is kept until the node is closed. Call it
-  // before the first push of the key, for example before a Barrier. worker_id is an ID, see Postoffice::WorkerRankToID.
+  // before the first push of the key, for example before a Barrier. worker_id is the ID of an instance, see
+  // Postoffice::GroupWorkerRankToInstanceID; worker_rank is the number of a group.
   //
   // Throws fserver::ShapeError if there is no such worker, or its key has been pushed.
   void RegisterRecvBuffer(int worker_id, SArray<Key> &keys,
                           const SArray<Val> &vals, const SArray<int> &lens = {},
                           int cmd = 0) {
-    RegisterRecvBufferWithRank(Postoffice::IDtoRank(worker_id), keys, vals,
-                               lens, cmd);
+    (void)lens, (void)cmd;
+    receive(Postoffice::IDtoRank(worker_id), keys, vals);
   }
   void RegisterRecvBufferWithRank(int worker_rank, SArray<Key> &keys,
                                   const SArray<Val> &vals,
                                   const SArray<int> &lens = {}, int cmd = 0) {
     (void)lens, (void)cmd;
-    if (keys.empty() || vals.empty())
-      throw fserver::ShapeError("RegisterRecvBuffer: keys or vals is empty: "
-                                "give the first key, and memory for its push");
-    const auto bytes = static_cast<std::int64_t>(vals.size() * sizeof(Val));
-    const int device =
-        vals.src_device_type_ == GPU ? vals.src_device_id_ : fserver::kCpu;
-    node_->server.register_recv(
-        fserver::Tensor(vals.data(), fserver::DType::kUInt8, {bytes}, 0,
-                        device),
-        {worker_rank}, {detail::engine_key(app_id_, keys[0]) + 1});
-    node_->kept.until_closed(vals.ptr());
-    node_->apart([&] { registered_[{worker_rank, keys[0]}] = vals; });
+    receive(worker_rank * office_.group_size() + node_->server.instance(), keys,
+            vals);
   }
 
   int instance_idx_; // as the constructor was given it
@@ -153,12 +145,30 @@ private:
     KVServer &server_;
   };
 
+  // Has what the worker with a rank pushes under keys[0] received in vals.
+  void receive(int worker, const SArray<Key> &keys, const SArray<Val> &vals) {
+    if (keys.empty() || vals.empty())
+      throw fserver::ShapeError("RegisterRecvBuffer: keys or vals is empty: "
+                                "give the first key, and memory for its push");
+    const auto bytes = static_cast<std::int64_t>(vals.size() * sizeof(Val));
+    const int device =
+        vals.src_device_type_ == GPU ? vals.src_device_id_ : fserver::kCpu;
+    node_->server.register_recv(
+        fserver::Tensor(vals.data(), fserver::DType::kUInt8, {bytes}, 0,
+                        device),
+        {worker}, {detail::engine_key(app_id_, keys[0]) + 1});
+    node_->kept.until_closed(vals.ptr());
+    node_->apart([&] { registered_[{worker, keys[0]}] = vals; });
+  }
+
   void serve(const detail::Taken &t) {
     const detail::Head &h = t.head;
     KVMeta meta;
     meta.cmd = h.cmd;
     meta.push = h.op == detail::Op::kPush;
-    meta.sender = Postoffice::WorkerRankToID(t.request.worker());
+    meta.worker = t.request.worker();
+    meta.sender =
+        Postoffice::WorkerRankToID(meta.worker / office_.group_size());
     meta.timestamp = h.timestamp;
     meta.customer_id = h.customer;
     meta.key = t.keys[0];
@@ -265,8 +275,8 @@ private:
   }
 
   // How often a worker was lost.
-  std::uint32_t losses(int sender) const {
-    return node_->server.losses(Postoffice::IDtoRank(sender));
+  std::uint32_t losses(int worker) const {
+    return node_->server.losses(worker);
   }
 
   // Answers how many values there are, and keeps them until the worker fetches them or is lost. A request of a worker
@@ -274,7 +284,7 @@ private:
   // lock.
   void keep(const KVMeta &req, const KVPairs<Val> &res) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const std::uint32_t lost = losses(req.sender); // before the answer
+    const std::uint32_t lost = losses(req.worker); // before the answer
     const bool there =
         node_->answer(req.addr, [&](Answer &a, fserver::Tensor *t) {
           a.count = res.vals.size();
@@ -284,7 +294,7 @@ private:
         });
     if (!there)
       return;
-    KeptFor &kept = kept_[req.sender];
+    KeptFor &kept = kept_[req.worker];
     if (kept.losses != lost)
       kept.all.clear();
     kept.losses = lost;
@@ -297,7 +307,7 @@ private:
     KVPairs<Val> res;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      auto &kept = kept_[req.sender].all;
+      auto &kept = kept_[req.worker].all;
       const auto it = kept.find({req.customer_id, req.timestamp});
       if (it == kept.end())
         return node_->fail(req.addr,
@@ -319,6 +329,7 @@ private:
                                                   : kept_.erase(it);
   }
 
+  const Postoffice &office_;
   const std::shared_ptr<detail::ServerNode> node_;
   const int app_id_;
   TheApp app_;
@@ -327,7 +338,7 @@ private:
   std::map<std::pair<int, Key>, SArray<Val>>
       registered_;                        // by worker rank and first key
   std::mutex mutex_;                      // of what follows
-  std::unordered_map<int, KeptFor> kept_; // by sender
+  std::unordered_map<int, KeptFor> kept_; // by worker
 };
 
 // A handler that adds up what is pushed under each key, and answers pulls with the sums. All keys have one value.

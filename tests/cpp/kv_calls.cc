@@ -374,6 +374,37 @@ SCENE(registered_memory, 2, 1) {
   }
 }
 
+// Groups have two instances: workers are known by their groups, and by the IDs of instances.
+BARE_SCENE(registered_memory_of_groups, 2, 1) {
+  Environment::Init({{"DMLC_GROUP_SIZE", "2"}});
+  const Node::Role role = GetRole(std::getenv("DMLC_ROLE"));
+  StartPS(0, role, -1, true);
+  static std::vector<int> memory(4 * 10); // of each instance and group
+  for (int i = 0; i < 2 && role == Node::SERVER; i++) {
+    auto *server = new KVServer<int>(0, false, i);
+    SArray<Key> keys{Key(5)};
+    server->RegisterRecvBufferWithRank(0, keys,
+                                       SArray<int>(memory.data() + i * 20, 10));
+    server->RegisterRecvBuffer(
+        Postoffice::GetServer(i)->GroupWorkerRankToInstanceID(1, i), keys,
+        SArray<int>(memory.data() + i * 20 + 10, 10));
+    server->set_request_handle(
+        [i](const KVMeta &meta, const KVPairs<int> &data, KVServer<int> *s) {
+          const int rank = Postoffice::IDtoRank(meta.sender);
+          EXPECT_EQ(data.vals[9], rank + 1);
+          EXPECT(data.vals.data() == memory.data() + i * 20 + rank * 10);
+          s->Response(meta);
+        });
+  }
+  if (role != Node::SCHEDULER)
+    Postoffice::Get()->Barrier(0, kServerGroup + kWorkerGroup);
+  for (int i = 0; i < 2 && role == Node::WORKER; i++) {
+    KVWorker<int> kv(0, 0, i);
+    kv.Wait(kv.Push({5}, std::vector<int>(10, MyRank() + 1)));
+  }
+  Finalize(0, role);
+}
+
 // Registered memory stays when the KVServer has gone, until the node is closed.
 BARE_SCENE(registered_memory_of_a_server_that_has_gone, 1, 1) {
   StartPS(0, GetRole(std::getenv("DMLC_ROLE")), -1, true);

@@ -22,11 +22,20 @@ at::Tensor room(std::int64_t n) {
   return at::empty({n}, at::TensorOptions(at::kFloat));
 }
 
-// A server that adds a number to what is pushed.
+// A server that adds a number to what is pushed, and receives key 1 of the workers of the first group in memory of its
+// own.
 std::unique_ptr<AFTensorServer> adding(int gpu, double number) {
   auto server = std::make_unique<AFTensorServer>(gpu);
-  server->SetRequestHandle([number](const AFTensorMeta &meta,
-                                    AFTensorServer *s) {
+  const at::Tensor memory = room(8);
+  std::vector<int> ranks{0};
+  std::vector<Key> keys{1};
+  server->RegisterRecvTensor(memory, ranks, keys);
+  server->SetRequestHandle([number, memory](const AFTensorMeta &meta,
+                                            AFTensorServer *s) {
+    EXPECT_EQ(meta.sender_rank, 0); // also of instance 1
+    EXPECT_EQ(meta.sender, Postoffice::WorkerRankToID(0));
+    EXPECT_EQ(meta.push_metas[0].sender, meta.sender);
+    EXPECT(meta.push_tensors[0].val.data_ptr() == memory.data_ptr());
     s->Response(
         meta, {{meta.pull_tensors[0].key, meta.push_tensors[0].val + number}});
   });
@@ -299,8 +308,10 @@ SCENE(pull_tensors_of_two_servers, 1, 2) {
   if (IsServer()) {
     static AFTensorServer *const server = adding(0, 1).release();
     (void)server;
-    return;
   }
+  Postoffice::Get()->Barrier(0, kWorkerGroup + kServerGroup);
+  if (IsServer())
+    return;
   AFTensorWorker w;
   KeyTensorBatch push{{1, full(4, 1)}},
       three{{2, room(4)}, {2, room(4)}, {2, room(4)}};
