@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "fserver/error.hpp"
+#include "fserver/process.hpp"
 
 extern "C" char **environ;
 
@@ -142,7 +143,7 @@ private:
   }
   static std::string text(bool v) { return v ? "1" : "0"; }
   static std::string text(int v) { return std::to_string(v); }
-  static std::string text(double v) { return std::to_string(v); }
+  static std::string text(double v) { return text_of(v); }
 
   // Who the node and the others are.
   void add_members(const Options &o) {

@@ -9,7 +9,10 @@
 #include <cerrno>
 #include <chrono>
 #include <cstdint>
+#include <locale>
 #include <mutex>
+#include <sstream>
+#include <string>
 #include <vector>
 
 #include "fserver.h"
@@ -69,10 +72,18 @@ template <class F> int in_slices(std::int64_t deadline, F &&f) {
   }
 }
 
+// As std::to_string, with a decimal point in every locale of the program.
+inline std::string text_of(double value) {
+  std::ostringstream out;
+  out.imbue(std::locale::classic());
+  out << std::fixed << value;
+  return out.str();
+}
+
 // "10 ms"
 inline std::string in_ms(Timeout limit) {
   const double ms = std::chrono::duration<double, std::milli>(limit).count();
-  std::string s = std::to_string(ms);
+  std::string s = text_of(ms);
   s.erase(s.find_last_not_of('0') + 1);
   if (s.back() == '.')
     s.pop_back();

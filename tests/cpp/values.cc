@@ -1,5 +1,7 @@
 // What needs no cluster: tensors, shapes, memory, options, errors.
+#include <clocale>
 #include <cstdlib>
+#include <locale>
 #include <type_traits>
 
 #include "cluster.hpp"
@@ -105,6 +107,24 @@ CASE(options) {
   o.workers.reset();
   o.settings["FSERVER_HOST_SCHEDULER"] = "maybe";
   EXPECT_THROW(ConfigError, "FSERVER_HOST_SCHEDULER=maybe", Server s(o));
+}
+
+// Seconds and milliseconds have a decimal point, whatever the program's locale has.
+CASE(locales) {
+  struct Comma : std::numpunct<char> {
+    char do_decimal_point() const override { return ','; }
+  };
+  const std::locale before =
+      std::locale::global(std::locale(std::locale::classic(), new Comma));
+  for (const char *name : {"de_DE.UTF-8", "fr_FR.UTF-8", "C"}) {
+    if (!std::setlocale(LC_ALL, name)) // the host does not have it
+      continue;
+    Options o;
+    o.init_timeout = 2.5;
+    EXPECT_EQ(detail::Settings(o).take("FSERVER_INIT_TIMEOUT"), "2.500000");
+    EXPECT_EQ(detail::in_ms(std::chrono::microseconds(1500)), "1.5 ms");
+  }
+  std::locale::global(before);
 }
 
 CASE(environment) {
