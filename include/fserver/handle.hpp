@@ -56,6 +56,8 @@ public:
   // PeerLostError if a server (for an answer, the worker) is gone; RefusedError if a server's
   // application has refused the request; ShapeError if a server cannot take a pushed tensor;
   // ClosedError if the node is closed, or 4,096 later operations have been started and this one has ended.
+  // After an error the memory of the operation may still be in use: of two servers one is lost, and the
+  // other still writes its answer. It is free when Node::ended is true, or the node is closed.
   void wait(Timeout limit = std::chrono::seconds(10)) const {
     detail::wait(node_, ticket_, limit);
   }

@@ -220,8 +220,9 @@ public:
       detail::wait(s.id, h.ticket_, limit);
   }
 
-  // Reports whether an operation of this node has ended, by its completion word alone: makes no call of the
-  // engine, and so does not look for what has arrived.
+  // Reports whether an operation of this node has ended, so that the engine does not use its memory any more.
+  // wait may have thrown before. It is by the completion word alone: makes no call of the engine, and so does
+  // not look for what has arrived.
   bool ended(const Handle &h) const noexcept {
     const std::uint64_t word = __atomic_load_n(
         &state_->info.words[h.ticket_ & state_->info.mask], __ATOMIC_ACQUIRE);

@@ -23,10 +23,11 @@ public:
   // Sends the P push tensors to every server and lets every server write Q answers. Returns at
   // once; a lost server is no error here: wait throws it.
   //
-  // The memory of all tensors must stay valid until the handle's wait has returned or thrown
-  // anything but TimeoutError, or the node is closed. Until then do not change what is pushed, do
-  // not read what is pulled, and name no pull tensor in another push_pull. The Tensor objects
-  // themselves are read during the call only.
+  // The memory of all tensors must stay valid until ended(handle) is true, as it is when the handle's
+  // wait has returned, or until the node is closed. Until then do not change what is pushed, do not
+  // read what is pulled, and name no pull tensor in another push_pull. wait may throw before: with
+  // two servers, one is lost while the other still writes its answer. The Tensor objects themselves
+  // are read during the call only.
   //
   // push: distinct keys. A key that is pushed again waits until the server has answered its last
   //     push. Shapes may change from call to call.
