@@ -48,19 +48,31 @@ struct AFTensorRequest {
 
 namespace internal {
 
-// A view of a tensor. Throws ShapeError unless it is contiguous.
+// A view of a tensor. Throws ShapeError unless its memory is what it says, in one piece.
 inline fserver::Tensor View(const char *call, const KeyTensor &kt) {
   const at::Tensor &t = kt.val;
-  if (!t.defined() || !t.is_contiguous())
+  const auto refuse = [&](const char *what) {
     throw fserver::ShapeError(std::string(call) + ": the tensor of key " +
-                              std::to_string(kt.key) +
-                              " is not contiguous or not defined: pass "
-                              ".contiguous()");
+                              std::to_string(kt.key) + " is " + what);
+  };
+  if (!t.defined() || !t.is_contiguous())
+    refuse("not contiguous or not defined: pass .contiguous()");
+  if (t.is_conj())
+    refuse("a conjugate that is not computed yet: pass .resolve_conj()");
+  if (t.is_neg())
+    refuse("a negative that is not computed yet: pass .resolve_neg()");
   return fserver::Tensor(
       t.data_ptr(), static_cast<fserver::DType>(t.scalar_type()),
       fserver::Shape(t.sizes().data(), static_cast<std::size_t>(t.dim())),
       kt.key,
       t.is_cpu() ? fserver::kCpu : static_cast<int>(t.device().index()));
+}
+
+// A view whose bytes go to, or take those of, a tensor of any dtype.
+inline fserver::Tensor BytesOf(const char *call, const KeyTensor &kt) {
+  fserver::Tensor t = View(call, kt);
+  t.dtype = fserver::DType::kAny;
+  return t;
 }
 
 // The current stream of the device of the first tensor that is on one.
@@ -86,7 +98,7 @@ public:
         worker_(node_->worker) {}
 
   // Sends all push tensors to every server, and has every server write its answers into the pull
-  // tensors: pull[i * Q + j] takes answer j of server i. Returns at once; the tensors are kept until
+  // tensors: pull[i * Q + j] takes answer j of server i, which has as many bytes, of any dtype. Returns at once; the tensors are kept until
   // the request has completed. need_event: tensors on a GPU are sent behind what is queued on the
   // current stream. Returns the first of P + Q numbers, counted from 0 in a process, and after 2^30 - 1 again.
   //
@@ -97,7 +109,7 @@ public:
     for (const KeyTensor &kt : push)
       out.push_back(internal::View("ZBatchPushPull", kt));
     for (const KeyTensor &kt : pull)
-      in.push_back(internal::View("ZBatchPushPull", kt));
+      in.push_back(internal::BytesOf("ZBatchPushPull", kt));
     KeyTensorBatch kept = push;
     kept.insert(kept.end(), pull.begin(), pull.end());
     const auto after =
@@ -251,7 +263,7 @@ public:
     Sort(meta, &tensors);
     std::vector<fserver::Tensor> t;
     for (const KeyTensor &kt : tensors)
-      t.push_back(internal::View("Response", kt));
+      t.push_back(internal::BytesOf("Response", kt));
     const auto after =
         need_event ? internal::CurrentStream(tensors) : std::nullopt;
     const fserver::Handle h = server_.respond(t, meta.handler, after);
