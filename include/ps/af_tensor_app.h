@@ -75,16 +75,26 @@ inline fserver::Tensor BytesOf(const char *call, const KeyTensor &kt) {
   return t;
 }
 
-// The current stream of the device of the first tensor that is on one.
-inline std::optional<fserver::Stream> CurrentStream(const KeyTensorBatch &all) {
-  for (const KeyTensor &kt : all) {
-    if (kt.val.is_cpu())
-      continue;
-    const c10::impl::VirtualGuardImpl guard(kt.val.device().type());
-    void *stream = guard.getStream(kt.val.device()).native_handle();
-    return fserver::Stream{reinterpret_cast<std::uintptr_t>(stream)};
-  }
-  return std::nullopt;
+// The GPU of a node, as CUDA counts; kCpu if it has none, or torch has no CUDA.
+inline int GpuOf(const fserver::Node &node) {
+  return detail::GpuBackend::there() ? node.device() : fserver::kCpu;
+}
+
+// Makes a GPU the current one of this thread.
+inline void SetDevice(int gpu) {
+  if (gpu != fserver::kCpu)
+    c10::impl::VirtualGuardImpl(at::kCUDA).setDevice(
+        at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(gpu)));
+}
+
+// The current stream of a GPU.
+inline std::optional<fserver::Stream> CurrentStream(int gpu) {
+  if (gpu == fserver::kCpu)
+    return std::nullopt;
+  const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(gpu));
+  void *stream =
+      c10::impl::VirtualGuardImpl(at::kCUDA).getStream(device).native_handle();
+  return fserver::Stream{reinterpret_cast<std::uintptr_t>(stream)};
 }
 
 } // namespace internal
@@ -95,12 +105,15 @@ public:
   // Throws ClosedError if StartPS has not started that worker.
   explicit AFTensorWorker(int instance_idx = 0)
       : node_(Postoffice::GetWorker(instance_idx)->worker("AFTensorWorker")),
-        worker_(node_->worker) {}
+        worker_(node_->worker), gpu_(internal::GpuOf(worker_)) {
+    internal::SetDevice(gpu_);
+  }
 
   // Sends all push tensors to every server, and has every server write its answers into the pull
-  // tensors: pull[i * Q + j] takes answer j of server i, which has as many bytes, of any dtype. Returns at once; the tensors are kept until
-  // the request has completed. need_event: tensors on a GPU are sent behind what is queued on the
-  // current stream. Returns the first of P + Q numbers, counted from 0 in a process, and after 2^30 - 1 again.
+  // tensors: pull[i * Q + j] takes answer j of server i, which has as many bytes, of any dtype. Returns at
+  // once; the tensors are kept until the request has completed. need_event: the tensors, also those on
+  // the CPU, are sent behind what is queued on the current stream of the node's GPU, which is not being
+  // captured. Returns the first of P + Q numbers, counted from 0 in a process, and after 2^30 - 1 again.
   //
   // Throws what fserver::Worker::push_pull throws.
   int ZBatchPushPull(KeyTensorBatch &push, KeyTensorBatch &pull,
@@ -113,7 +126,7 @@ public:
     KeyTensorBatch kept = push;
     kept.insert(kept.end(), pull.begin(), pull.end());
     const auto after =
-        need_event ? internal::CurrentStream(kept) : std::nullopt;
+        need_event ? internal::CurrentStream(gpu_) : std::nullopt;
     const auto started = std::chrono::steady_clock::now();
     const std::size_t servers = static_cast<std::size_t>(worker_.servers());
     const int count = static_cast<int>(push.size() + pull.size() / servers);
@@ -194,6 +207,7 @@ private:
 
   const std::shared_ptr<detail::WorkerNode> node_;
   fserver::Worker &worker_;
+  const int gpu_; // of the node
   std::mutex mutex_;
   std::map<std::int64_t, Request> requests_; // by their first number
 };
@@ -232,7 +246,10 @@ public:
   // Throws ClosedError if StartPS has not started that server.
   explicit AFTensorServer(int gpu)
       : office_(*Postoffice::GetServer(detail::instances_here() > 1 ? gpu : 0)),
-        node_(office_.server("AFTensorServer")), server_(node_->server) {}
+        node_(office_.server("AFTensorServer")), server_(node_->server),
+        gpu_(internal::GpuOf(server_)) {
+    internal::SetDevice(gpu_);
+  }
   AFTensorServer(const AFTensorServer &) = delete;
   AFTensorServer &operator=(const AFTensorServer &) = delete;
   // Takes no further requests. Waits for the handle to return, and at most 0.1 s beside.
@@ -265,14 +282,15 @@ public:
     for (const KeyTensor &kt : tensors)
       t.push_back(internal::BytesOf("Response", kt));
     const auto after =
-        need_event ? internal::CurrentStream(tensors) : std::nullopt;
+        need_event ? internal::CurrentStream(gpu_) : std::nullopt;
     const fserver::Handle h = server_.respond(t, meta.handler, after);
     node_->kept.until_ended(
         server_, h, std::make_shared<KeyTensorBatch>(std::move(tensors)));
   }
 
   // Receives in memory of the caller's: the tensor is cut into equal parts, and part i receives
-  // keys[i] of the worker of group worker_ranks[i]. It is kept until the node is closed. Throws what fserver::Server::register_recv throws.
+  // keys[i] of the worker of group worker_ranks[i]. It is kept until the node is closed. Throws what
+  // fserver::Server::register_recv throws.
   void RegisterRecvTensor(const at::Tensor &tensor,
                           std::vector<int> &worker_ranks,
                           std::vector<Key> &keys) {
@@ -313,6 +331,7 @@ private:
   }
 
   void Serve() {
+    internal::SetDevice(gpu_);
     fserver::Batch batch;
     while (!ending_.load()) {
       try {
@@ -387,6 +406,7 @@ private:
   const Postoffice &office_;
   const std::shared_ptr<detail::ServerNode> node_;
   fserver::Server &server_;
+  const int gpu_; // of the node
   AFServerRequestHandle handle_;
   std::mutex mutex_;
   std::vector<at::Tensor> registered_; // of which handles have views
