@@ -205,6 +205,19 @@ func (s *Scheduler) learn(r *wire.Roster) {
 	}
 }
 
+// awaits reports whether a member that an earlier scheduler knew may still come to this one.
+func (s *Scheduler) awaits() bool {
+	if s.expectBy == Never || s.finishes {
+		return false
+	}
+	for i := range s.known {
+		if s.seats[i] == nil && s.known[i].State == wire.Present {
+			return true
+		}
+	}
+	return false
+}
+
 // giveUp loses the members that have not come to this scheduler.
 func (s *Scheduler) giveUp() {
 	s.expectBy = Never

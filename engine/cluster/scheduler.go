@@ -367,6 +367,9 @@ func (s *Scheduler) Finish(now int64) (out []Output, parting bool) {
 
 // leaveTogether ends the cluster if all members that there still are want it.
 func (s *Scheduler) leaveTogether() {
+	if s.awaits() {
+		return // giveUp calls it again
+	}
 	willing := s.leaving
 	if s.finishes {
 		for _, c := range s.seats {
@@ -422,6 +425,8 @@ func (s *Scheduler) drop(c *conn, why string) {
 	case s.phase < running:
 		s.end(err)
 		return
+	case s.seated == 0 && s.awaits():
+		s.err, s.emptyBy = err, max(s.now+s.rejoin, s.expectBy)
 	case s.seated == 0 && (left || s.rejoin == 0):
 		s.end(err)
 		return
