@@ -108,7 +108,7 @@ func (s *Scheduler) comesBack(c *conn, g *wire.Register) (why string) {
 		return fmt.Sprintf("its list of %d members is not that of a cluster of %v with itself in it", len(g.Known.Members), s.shape)
 	}
 	if s.phase != running {
-		if c := s.seats[seat]; c != nil && !c.any {
+		if c := s.seats[seat]; c != nil && (!c.any || s.phase == linking) { // who links knows its rank, and keeps it
 			return isThere(c)
 		}
 		s.resume(g.Known)
