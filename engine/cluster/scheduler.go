@@ -465,7 +465,7 @@ func (s *Scheduler) lose(m *wire.Member, address, why string) error {
 // end is called when every member has been told why.
 func (s *Scheduler) end(err error) {
 	s.phase, s.err = ending, err
-	s.endBy = s.now + int64(patience)
+	s.endBy, s.emptyBy, s.expectBy = s.now+int64(patience), Never, Never
 	for _, c := range s.seats {
 		if c != nil {
 			s.dismiss(c)
