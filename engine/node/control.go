@@ -196,7 +196,10 @@ func (n *Node) over(err error) {
 		return
 	}
 	if n.scheduler != nil && err == nil {
-		n.phase.Store(ended) // all have left; stop will find it so
+		n.phase.Store(ended)       // all have left; stop will find it so
+		for _, e := range n.sent { // an answer that comes now does not count
+			e.end(&cluster.EndedError{Reason: "all members have left"})
+		}
 		return
 	}
 	if err == nil {

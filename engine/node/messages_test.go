@@ -13,6 +13,7 @@ import (
 
 	"fserver/engine/cluster"
 	"fserver/engine/exchange"
+	"fserver/engine/trace"
 	"fserver/engine/transport"
 	"fserver/engine/transport/inproc"
 	"fserver/engine/wire"
@@ -248,6 +249,33 @@ func TestMessagesClosed(t *testing.T) {
 	for range 3 {
 		require.ErrorIs(t, <-ended, ErrClosed)
 	}
+}
+
+// TestMessagesEnded: all leave while a message of the scheduler's own is on its way.
+func TestMessagesEnded(t *testing.T) {
+	m := newMesh(t, openFabrics, shape{1, 1, 1})
+	s := m.scheduler
+	require.ErrorIs(t, m.servers[0].Stop(time.Millisecond), ErrAgain)
+	require.Eventually(t, func() bool {
+		all, err := s.Statuses()
+		require.NoError(t, err)
+		return all[2].State == wire.Parting
+	}, longest, time.Millisecond)
+	var seq uint64
+	require.True(t, s.driver.Under(func() { // it does not know yet that the worker leaves
+		require.ErrorIs(t, m.workers[0].Stop(time.Millisecond), ErrAgain)
+		var out []cluster.Output
+		var err error
+		seq, out, err = s.machine.Send(trace.Now(), to(wire.ToWorkers, 0), nil)
+		require.NoError(t, err)
+		s.sent[seq] = new(ending)
+		s.outputs(out)
+	}))
+	for _, n := range []*Node{m.servers[0], m.workers[0]} {
+		require.NoError(t, retried(func() error { return n.Stop(time.Second) }))
+	}
+	require.Equal(t, syscall.ESHUTDOWN, Errno(retried(func() error { return s.WaitSent(seq, 100*time.Millisecond) })))
+	m.stop()
 }
 
 // TestMessagesHostile: a member that answers what it was not sent is put out; the others go on.
