@@ -343,6 +343,10 @@ func (n *Node) meetScheduler(ctx context.Context) error {
 		return nil
 	}
 	defer n.driver.Disown()
+	if n.failed() != nil {
+		c.Close()
+		return nil
+	}
 	n.enlist(&link{conn: c, plane: base, kind: linkScheduler, hello: h})
 	n.control(cluster.Input{Kind: cluster.Up, Remote: c.Peer().Remote})
 	return nil
@@ -443,6 +447,8 @@ func (n *Node) accept(p *plane, c transport.Conn) {
 	l := &link{conn: c, plane: p, why: n.lack, hello: h, since: trace.Now()}
 	switch {
 	case err != nil:
+	case n.scheduler == nil && n.failed() != nil:
+		err = fmt.Errorf("this node has failed: %w", n.failed())
 	case n.scheduler != nil:
 		n.lastID++
 		l.kind, l.id = linkMember, n.lastID

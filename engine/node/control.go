@@ -59,7 +59,7 @@ func (n *Node) outputs(out []cluster.Output) {
 		case cluster.Warn:
 			n.log.Warn(o.Text)
 		case cluster.Redial:
-			if ctx := n.dialContext(); ctx.Err() == nil { // else the time is up, as WaitReady says
+			if ctx := n.dialContext(); ctx.Err() == nil && n.failed() == nil { // else the time is up, as WaitReady says
 				n.dialling(func() { n.join(ctx) })
 			}
 		case cluster.Roster:

@@ -9,7 +9,8 @@ import (
 )
 
 // fail makes the node useless: everything that waits, and every later call,
-// gets err. The first call counts.
+// gets err. The first call counts. The next pass ends the connections of a member, so that the others take it for
+// lost, and do not wait for it.
 func (n *Node) fail(err error) {
 	if !n.failure.CompareAndSwap(nil, &err) {
 		return
@@ -26,6 +27,11 @@ func (n *Node) fail(err error) {
 		e.end(err)
 	}
 	n.ringMailbox()
+	if n.scheduler == nil {
+		for _, l := range n.links {
+			n.ails(l, err, 0)
+		}
+	}
 }
 
 // failed is the error of fail, or nil.

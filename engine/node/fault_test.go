@@ -11,6 +11,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"fserver/engine/cluster"
 	"fserver/engine/conf"
 	"fserver/engine/exchange"
 	"fserver/engine/transport"
@@ -331,19 +332,46 @@ func TestDoneAfterDown(t *testing.T) {
 	m.stop()
 }
 
-// TestFramesAfterFailure: a server that has failed takes no notice of what its workers still send.
-func TestFramesAfterFailure(t *testing.T) {
-	m := newMesh(t, over(inproc.New()), shape{1, 1, 1})
-	w, s := m.workers[0], m.servers[0]
-	broken := errors.New("the device is gone")
-	require.True(t, s.driver.Under(func() { s.fail(broken) }))
-	id := pushPull(t, w, []exchange.Tensor{tensor(t, 1, 4)}, nil) // for which it sends a Need
-	require.Equal(t, ErrAgain, w.Wait(id, 100*time.Millisecond, false))
-	require.True(t, s.driver.Under(func() {
-		for i := range s.peers {
-			require.NoError(t, s.data(s.peers[i].link, &transport.Event{Data: wire.Append(nil, wire.TypeRegroup, &wire.Regroup{Runs: 7})}))
-		}
-	}))
-	require.False(t, s.driver.Stopped())
-	require.Equal(t, broken, s.failed())
+// TestFailed: a member that fails ends its connections, so that nobody waits for it. It takes no notice of what still comes,
+// lets nobody in, and sleeps.
+func TestFailed(t *testing.T) {
+	for _, way := range []string{"raise", "wait"} {
+		t.Run(way, func(t *testing.T) {
+			net := inproc.New()
+			m := newMesh(t, over(net), shape{1, 1, 1}, "FSERVER_ON_PEER_LOST="+way, "FSERVER_REJOIN_TIMEOUT=0.5", "PS_HEARTBEAT_INTERVAL=0.1")
+			w, s := m.workers[0], m.servers[0]
+			id := pushPull(t, w, []exchange.Tensor{tensor(t, 1, 4)}, nil) // nobody calls get_batch
+			broken := errors.New("the device is gone")
+			require.True(t, s.driver.Under(func() {
+				s.fail(broken)
+				for i := range s.peers {
+					require.NoError(t, s.data(s.peers[i].link, &transport.Event{Data: wire.Append(nil, wire.TypeRegroup, &wire.Regroup{Runs: 7})}))
+				}
+			}))
+			lostWithin(t, func() error { return wait(w, id) }, "server", 0)
+			lostWithin(t, func() error { return wait(w, pushPull(t, w, []exchange.Tensor{tensor(t, 1, 4)}, nil)) }, "server", 0)
+			lostWithin(t, func() error { return barrierOf(w) }, "server", 0)
+
+			hello := w.gate.me
+			require.Eventually(t, meetServer(t, net, "late", hello).ended, 10*time.Second, time.Millisecond)
+			require.True(t, s.driver.Under(func() {
+				require.Empty(t, s.links)
+				require.EqualValues(t, cluster.Never, work{s}.Next())
+			}))
+			sleeps := s.driver.Sleeps()
+			time.Sleep(300 * time.Millisecond)
+			require.Less(t, s.driver.Sleeps()-sleeps, uint64(100))
+			require.False(t, s.driver.Stopped())
+			require.Equal(t, broken, s.failed())
+		})
+	}
+}
+
+// TestFailedWorker: a server learns of the loss of a worker that has failed.
+func TestFailedWorker(t *testing.T) {
+	m := newMesh(t, openFabrics, shape{1, 1, 1}, "FSERVER_ON_PEER_LOST=raise")
+	w := m.workers[0]
+	require.True(t, w.driver.Under(func() { w.fail(errors.New("the device is gone")) }))
+	lostWithin(t, func() error { _, err := getBatch(m.servers[0]); return err }, "worker", 0)
+	require.True(t, w.driver.Under(func() { require.Empty(t, w.links) }))
 }

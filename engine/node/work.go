@@ -44,8 +44,11 @@ func (n work) Pass(now int64, all bool) (found int, ended bool) {
 	return found, found > 0 || due || n.table.News()
 }
 
-// Next implements progress.Work: when tick must be called.
+// Next implements progress.Work: when tick must be called. Of a node that has failed, tick does nothing.
 func (n work) Next() int64 {
+	if n.failed() != nil {
+		return n.nextAiling()
+	}
 	return min(n.sayAt, n.machine.Next(), n.nextOfPeers(), n.nextAiling())
 }
 
