@@ -77,7 +77,7 @@ func (s *Server) request(c *client, b []byte) error {
 	if q.Plan >= uint64(len(c.plans)) || c.plans[q.Plan] == nil {
 		return fmt.Errorf("exchange: worker %d sent a request with plan %d, but not the plan", c.rank, q.Plan)
 	}
-	if c.count == Window {
+	if c.count+len(c.recalled) >= Window { // one that was taken back is open until the worker is told
 		return fmt.Errorf("exchange: worker %d has sent more than %d requests that are not answered yet", c.rank, Window)
 	}
 	r := s.requests.get()

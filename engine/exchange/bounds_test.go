@@ -147,6 +147,29 @@ func TestNoRequestIsFreedTwice(t *testing.T) {
 	}
 }
 
+// TestRecallsAreBounded: a worker that reads nothing, and sends requests and takes them back again and again, breaks the protocol.
+func TestRecallsAreBounded(t *testing.T) {
+	p := newPair(t, 1)
+	s := p.servers[0]
+	s.elements = Elements{4}
+	require.NoError(t, s.Frame(0, wire.Append(nil, wire.TypePlan, &wire.Plan{Push: []wire.PlanTensor{{Key: 1, NDim: 1}}})))
+	require.NoError(t, s.Frame(0, wire.Append(nil, wire.TypeNeed, &wire.Needs{{Key: 1, Bytes: 8}})))
+	s.Drain()
+	p.from[0].room = 0 // the worker reads nothing
+	request := wire.AppendRequest(nil, &wire.Request{Seq: 5, Push: []wire.Pushed{{Rows: 2, Bytes: 8}}})
+	recall := wire.Append(nil, wire.TypeRecall, &wire.Seqs{5})
+	var err error
+	taken := 0
+	for ; err == nil && taken <= 2*Window; taken++ {
+		if err = s.Frame(0, request); err == nil {
+			require.NoError(t, s.Frame(0, recall))
+		}
+	}
+	require.ErrorContains(t, err, "more than 4096 requests that are not answered yet")
+	require.LessOrEqual(t, taken, Window+2)
+	require.LessOrEqual(t, len(s.clients[0].recalled), Window)
+}
+
 // TestPlansOfChannelsHaveTheirNumbers makes more plans of both kinds than are known at a time.
 func TestPlansOfChannelsHaveTheirNumbers(t *testing.T) {
 	p := newPair(t, 1)
