@@ -234,6 +234,7 @@ func (ks *keys) findSources(t *Ticket) bool {
 				for _, r := range t.regs[had:] {
 					r.uses.Add(-1) // it is cached
 				}
+				clear(t.regs[had:]) // outfit gives this memory to the next ticket as it is
 				t.regs = t.regs[:had]
 				return false
 			}

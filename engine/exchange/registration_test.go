@@ -268,6 +268,36 @@ func TestSourceIsGone(t *testing.T) {
 	require.False(t, p.wf.knows(x.Span))
 }
 
+// TestSourceIsLetGoOfOnce: a message of which one tensor is registered and another is not leaves nothing in its ticket, whose
+// next user lets go of what is its own.
+func TestSourceIsLetGoOfOnce(t *testing.T) {
+	p := sources(t, 1)
+	x, none := bytesOf(t, 1, 8, 5), bytesOf(t, 0, 0, 0)
+	exchanged := func(push, pull []Tensor) {
+		t.Helper()
+		id, err := p.pushPull(push, pull)
+		require.NoError(t, err)
+		require.NoError(t, p.settle())
+		require.NoError(t, p.respond(0, p.take(0)[0], pull...))
+		require.NoError(t, p.settle())
+		require.Equal(t, StateDone, p.state(id))
+	}
+	exchanged([]Tensor{x}, nil)
+	r := p.w.keys.rings[0].all[x.Alloc]
+	require.Zero(t, r.uses.Load())
+
+	tk, err := p.w.Begin()
+	require.NoError(t, err)
+	require.NoError(t, tk.AddPush(x))
+	require.NoError(t, tk.AddPush(bytesOf(t, 2, 8, 6)))
+	require.False(t, p.w.keys.findSources(tk))
+	require.Zero(t, r.uses.Load())
+	p.w.discard(tk)
+
+	exchanged([]Tensor{bytesOf(t, 3, 8, 7)}, []Tensor{none})
+	require.Zero(t, r.uses.Load())
+}
+
 // TestSourceCannotBeRegistered: the call that sends it gives the error. Nothing else notices, and
 // the call can be made again.
 func TestSourceCannotBeRegistered(t *testing.T) {
