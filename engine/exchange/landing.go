@@ -112,7 +112,8 @@ func (s *Server) release(l *landing) {
 	}
 }
 
-// ChannelOver takes note that worker i has closed its side of a channel, whose frame came behind all its writes.
+// ChannelOver takes note that worker i has closed its side of a channel, whose frame came behind all its
+// writes to the memory of the channel; see Worker.Lands.
 func (s *Server) ChannelOver(i int, channel string) {
 	for _, l := range s.landings {
 		if l.closed && l.client == s.clients[i] && l.channel == channel {

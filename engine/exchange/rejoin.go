@@ -107,6 +107,18 @@ func (w *Worker) ChannelOver(i int, channel string) {
 	w.advance(w.servers[i])
 }
 
+// Lands reports whether something is still to be written to memory of a channel at server i.
+func (w *Worker) Lands(i int, channel string) bool {
+	s := w.servers[i]
+	q := &s.queues[ofChannels]
+	for j := range q.len() {
+		if t := q.at(j); s.conn != nil && t.lands && t.on == channel && (t.err == nil || t == s.ticket) {
+			return true
+		}
+	}
+	return false
+}
+
 // Awaits reports whether server i has not answered a push_pull that is under way.
 func (w *Worker) Awaits(id uint64, i int) bool {
 	t := w.ticket(id)

@@ -229,6 +229,7 @@ func (n *Node) leaveChannel(ch *channel.Channel) {
 func (n *Node) channelOver(i int, name string) {
 	if n.worker != nil {
 		n.worker.ChannelOver(i, name)
+		n.unstick() // nothing of it is written any more
 	} else {
 		n.server.ChannelOver(i, name)
 	}

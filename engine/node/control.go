@@ -111,24 +111,36 @@ func (n *Node) runs() {
 // maxStuck bounds the control frames that a peer does not take.
 const maxStuck = 1024
 
-// sendFrame posts a control frame, now or, under back-pressure, later. One of a channel also
-// waits for the server's answer to the Up. A connection that we have opened and that takes no more ends after downLimit, when what has
-// arrived there has been given: its end may have been reported before its link was known. The end of any other is reported by itself.
+// sendFrame posts a control frame, now or, under back-pressure or if mayPost says so, later. A connection that we have opened
+// and that takes no more ends after downLimit, when what has arrived there has been given: its end may have been reported
+// before its link was known. The end of any other is reported by itself.
 func (n *Node) sendFrame(l *link, frame []byte) {
 	channel := wire.FrameType(frame) == wire.TypeChannel
-	if len(l.frames) == 0 && (!channel || l.peer.Heard()) {
-		// A device may wait for what is said of a channel.
-		n.frame[0] = transport.Op{Kind: transport.OpFrame, Frame: frame, Passes: channel}
-		k, err := l.conn.Post(n.frame[:])
-		if err != nil && l.kind != linkMember && n.links[l.conn] == l {
-			n.ails(l, err, downLimit)
-		}
-		if k == 1 || err != nil {
-			return
+	if len(l.frames) == 0 {
+		if !channel || n.mayPost(l, frame) {
+			// A device may wait for what is said of a channel.
+			n.frame[0] = transport.Op{Kind: transport.OpFrame, Frame: frame, Passes: channel}
+			k, err := l.conn.Post(n.frame[:])
+			if err != nil && l.kind != linkMember && n.links[l.conn] == l {
+				n.ails(l, err, downLimit)
+			}
+			if k == 1 || err != nil {
+				return
+			}
 		}
 		n.stuck = append(n.stuck, l)
 	}
 	l.frames = append(l.frames, frame)
+}
+
+// mayPost reports whether a frame of a channel can go. It waits for the server's answer to the Up. One that closes a
+// channel also waits for what the worker is about to write to the channel's memory.
+func (n *Node) mayPost(l *link, frame []byte) bool {
+	if !l.peer.Heard() || n.worker == nil {
+		return l.peer.Heard()
+	}
+	c, err := wire.Parse[wire.Channel](frame, wire.TypeChannel)
+	return err != nil || !c.Closes || !n.worker.Lands(l.peer.index, c.Name)
 }
 
 // unstick posts what sendFrame could not.
@@ -138,7 +150,10 @@ func (n *Node) unstick() {
 	for _, l := range stuck {
 		frames := l.frames
 		l.frames = nil
-		if len(frames) > maxStuck && n.links[l.conn] == l {
+		if n.links[l.conn] != l { // it has ended
+			continue
+		}
+		if len(frames) > maxStuck {
 			n.breach(l, fmt.Errorf("node: the peer does not read its messages (%d frames are queued)", len(frames)))
 			continue
 		}

@@ -103,8 +103,8 @@ func (n *Node) data(l *link, ev *transport.Event) error {
 		err := l.told(n, ev)
 		if err == nil {
 			n.step(p, peers.Input{Kind: peers.Heard})
-			n.stuck = append(n.stuck, l)
 			n.unstick()
+			n.flushed(l)
 		}
 		return err
 	}

@@ -91,7 +91,7 @@ type Node struct {
 	sayAt     int64                    // when to say whom the cluster waits for
 	said      string                   // about that
 	byes      bool                     // some are to be said
-	stuck     []*link                  // with frames that back-pressure held up
+	stuck     []*link                  // with frames that are held up
 	ailing    []*link                  // that take no more, and are to be ended
 	frame     [1]transport.Op
 	todo      []cluster.Output // of the calls of outputs under way

@@ -339,6 +339,43 @@ func TestProxyCloses(t *testing.T) {
 	}
 }
 
+// TestProxyClosesBehindItsMessage: both sides close while the receive buffers of the worker's first message are on their way. Its
+// write does not come to memory that the server has let go of, which would end the connection.
+func TestProxyClosesBehindItsMessage(t *testing.T) {
+	eachWay(t, func(t *testing.T, way ...string) {
+		var left atomic.Int32
+		var blind atomic.Bool
+		m := newMesh(t, refusingFrames(conf.Worker, wire.TypeNeed, &left, &blind), shape{1, 1, 1}, way...)
+		w, s := carriedPair(t, m, "a", 10, longest)
+		for _, p := range []*proxied{w, s} {
+			textOf(t, p.n, p.handle, 0)
+		}
+		before := firstLink(t, w.n)
+		blind.Store(true) // the worker takes nothing
+		w.ring(1)
+		eventually(t, func() bool { return w.words[channel.WordSent].Load() == 1 })
+		w.close()
+		time.Sleep(100 * time.Millisecond) // what it has said of that, if anything, is there
+		s.close()
+		require.False(t, s.over(), "the worker may still write")
+		blind.Store(false)
+		eventually(t, w.over)
+		eventually(t, s.over)
+		require.NoError(t, echo(t, m.workers[0], m.servers, 1, closed()))
+		require.Same(t, before, firstLink(t, w.n))
+
+		again, _ := carriedPair(t, m, "a", 10, longest) // which is told of behind the end of the first
+		require.NoError(t, again.state())
+		m.stop()
+	})
+}
+
+// firstLink is the connection to the first peer.
+func firstLink(t *testing.T, n *Node) (l *link) {
+	require.True(t, n.driver.Under(func() { l = n.peers[0].link }))
+	return l
+}
+
 // TestProxyLosesItsPeer between a word and the arrival: streams go on, and the error is typed.
 func TestProxyLosesItsPeer(t *testing.T) {
 	for _, patient := range []string{"raise", "wait"} {

@@ -25,12 +25,10 @@ func (n work) Look(now int64) {
 // Pass implements progress.Work.
 func (n work) Pass(now int64, all bool) (found int, ended bool) {
 	n.Drain()
-	n.unstick()
 	found = n.poll(all)
 	carried := n.attend(now)
 	if found == 0 || carried > 0 { // else there is another pass; a Poll that ends back-pressure may find nothing
 		n.Drain()
-		n.unstick()
 	}
 	found += carried
 	if now >= n.nextAiling() {
@@ -61,6 +59,7 @@ func (n work) Drain() {
 	if n.byes {
 		n.sayByes(false)
 	}
+	n.unstick()
 }
 
 // News implements progress.Work.
