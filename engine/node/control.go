@@ -3,6 +3,7 @@ package node
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -363,6 +364,7 @@ func (n *Node) Stop(limit time.Duration) error {
 	if !n.reachesPhase(ended, limit, true) {
 		return ErrAgain
 	}
+	n.sendLast(min(limit, lastLimit))
 	err := n.stopErr
 	if e := (*transport.PanicError)(nil); errors.As(n.failed(), &e) {
 		err = e
@@ -374,6 +376,22 @@ func (n *Node) Stop(limit time.Duration) error {
 		err = cerr
 	}
 	return err
+}
+
+// lastLimit bounds how long Stop waits for what is not sent yet.
+const lastLimit = 200 * time.Millisecond
+
+// sendLast drives until all is sent to the peers, at most for limit: a Bye may be behind an answer that waits for the GPU.
+func (n *Node) sendLast(limit time.Duration) {
+	held := func(p *peer) bool { return p.link != nil && len(p.link.frames) != 0 }
+	for end := time.Now().Add(limit); n.failed() == nil && time.Now().Before(end); {
+		unsent := false
+		n.driver.Under(func() { unsent = work{n}.Unsent() || slices.ContainsFunc(n.peers, held) })
+		if !unsent {
+			return
+		}
+		n.driver.Await(func() bool { return false }, time.Millisecond, true)
+	}
 }
 
 // leave says goodbye. The scheduler stays for as long as others do.

@@ -144,6 +144,34 @@ func TestStopInFrontOfAStream(t *testing.T) {
 	m.letGo(t)
 }
 
+// TestStopSendsTheLast: an answer that waits for the device when the cluster ends, and the Bye behind it, are sent before the node is
+// closed, if the device comes to it soon.
+func TestStopSendsTheLast(t *testing.T) {
+	m, g, stream, open := heldPair(t, "tcp", "FSERVER_STOP_TIMEOUT=1")
+	worker, server := m.workers[0], m.servers[0]
+	x, y := gpuTensor(t, g, 1, 64, 3), hostTensor(t, 2, 64, 0)
+	id := pushPull(t, worker, []exchange.Tensor{tensor(t, 1, 64)}, []exchange.Tensor{y})
+	b, err := getBatch(server)
+	require.NoError(t, err)
+	respondBehind(t, server, b.reqs[0].handler, x, stream)
+	go func() {
+		for server.phase.Load() != ended {
+			time.Sleep(time.Millisecond)
+		}
+		time.Sleep(20 * time.Millisecond)
+		open()
+	}()
+	var late *TimeoutError
+	require.ErrorAs(t, retried(func() error { return server.Stop(time.Second) }), &late)
+	require.NoError(t, wait(worker, id))
+	require.Equal(t, byte(3), y.Span.Bytes()[0])
+	require.ErrorContains(t, wait(worker, pushPull(t, worker, nil, []exchange.Tensor{tensor(t, 2, 64)})), hasLeft)
+	require.NoError(t, g.FreeStream(stream))
+	require.NoError(t, retried(func() error { return worker.Stop(time.Second) }))
+	require.NoError(t, retried(func() error { return m.scheduler.Stop(time.Second) }))
+	m.letGo(t)
+}
+
 // TestFailedSaysNoBye: a server that fails while it leaves does not leave in good order.
 func TestFailedSaysNoBye(t *testing.T) {
 	m, g, stream, open := heldPair(t, "tcp")
