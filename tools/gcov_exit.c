@@ -9,7 +9,8 @@ void __gcov_dump(void); // of libgcov
 __attribute__((weak)) void at_fast_exit(void (*write)(void)); // of the library
 
 __attribute__((constructor)) static void tell(void) {
-  if (at_fast_exit) at_fast_exit(__gcov_dump);
+  if (at_fast_exit)
+    at_fast_exit(__gcov_dump);
 }
 
 #else
@@ -22,8 +23,10 @@ static void (*write_counts)(void);
 void at_fast_exit(void (*write)(void)) { write_counts = write; }
 
 void _exit(int status) {
-  if (write_counts) write_counts();
-  for (;;) syscall(SYS_exit_group, status);
+  if (write_counts)
+    write_counts();
+  for (;;)
+    syscall(SYS_exit_group, status);
 }
 
 #endif

@@ -295,6 +295,7 @@ public:
                           std::vector<int> &worker_ranks,
                           std::vector<Key> &keys) {
     std::vector<int> workers;
+    workers.reserve(worker_ranks.size());
     for (const int rank : worker_ranks)
       workers.push_back(rank * office_.group_size() + server_.instance());
     server_.register_recv(internal::View("RegisterRecvTensor", {0, tensor}),

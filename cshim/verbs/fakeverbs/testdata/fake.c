@@ -26,8 +26,8 @@ struct mr *mrs;
 /* Options: what the devices are like. */
 static long opt_td = 1, opt_cqe = 4096, opt_mr_size = 1L << 40, opt_gids = 2,
             opt_down, opt_locked = -1, opt_dmabuf = 1;
-long opt_devices = 2, opt_inline = 220, opt_mute, opt_qps = 1000, opt_wr = 4096, opt_lag,
-     opt_ib, opt_away = -1, opt_ports = 1;
+long opt_devices = 2, opt_inline = 220, opt_mute, opt_qps = 1000, opt_wr = 4096,
+     opt_lag, opt_ib, opt_away = -1, opt_ports = 1;
 int opt_hold;
 long opt_patient, opt_late;
 static long locked;

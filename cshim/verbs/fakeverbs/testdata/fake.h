@@ -100,8 +100,8 @@ struct qp {
 extern struct context *contexts;
 extern struct mr *mrs;
 extern int opt_hold;
-extern long opt_patient, opt_late, opt_devices, opt_inline, opt_mute, opt_qps, opt_wr,
-    opt_lag, opt_ib, opt_away, opt_ports;
+extern long opt_patient, opt_late, opt_devices, opt_inline, opt_mute, opt_qps,
+    opt_wr, opt_lag, opt_ib, opt_away, opt_ports;
 struct context *of(struct ibv_context *c);
 int injected(const char *call);
 int gone(struct ibv_context *c);
