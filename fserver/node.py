@@ -205,11 +205,12 @@ class Node:
 
     def _open(self, settings: dict[str, str]) -> None:
         settings = {**settings, "DMLC_ROLE": self._role}
+        extension = self._load()
         said = settings.get("STEPMESH_BACKEND") or settings.get("STEPMESH_BAKCEND")
         if not said and self._role != "scheduler" and not _torch_has_gpus():
             settings["STEPMESH_BACKEND"] = "CPU"
         lines = [f"{name}={value}" for name, value in settings.items()]
-        self._node = self._make(self._load(), lines)
+        self._node = self._make(extension, lines)
         # Callers reach the extension without a frame of Python in between: 70 ns a call. Methods of
         # a subclass of theirs, and what they have put in the place of a method, stay.
         for name, method in self._own.items():

@@ -9,8 +9,9 @@ import (
 )
 
 // fail makes the node useless: everything that waits, and every later call,
-// gets err. The first call counts. The next pass ends the connections of a member, so that the others take it for
-// lost, and do not wait for it.
+// gets err. The first call counts. The next pass ends the connections of a member that has joined, so that the others take
+// it for lost, and do not wait for it. While the cluster is not complete they have limits of their own, and say better who
+// is missing; of a cluster that has ended nobody waits.
 func (n *Node) fail(err error) {
 	if !n.failure.CompareAndSwap(nil, &err) {
 		return
@@ -27,7 +28,7 @@ func (n *Node) fail(err error) {
 		e.end(err)
 	}
 	n.ringMailbox()
-	if n.scheduler == nil {
+	if n.scheduler == nil && n.phase.Load() != joining && !errors.As(err, new(*cluster.EndedError)) {
 		for _, l := range n.links {
 			n.ails(l, err, 0)
 		}
