@@ -85,9 +85,13 @@ func staleKey(t *testing.T, way ...string) {
 		}
 		evil := tensor(t, 0, 1)
 		op := transport.Op{Kind: transport.OpWrite, Key: at.key, Src: []mem.Span{evil.Span}}
-		require.True(t, s.driver.Under(func() { _, err = at.conn.Post([]transport.Op{op}) }))
-		require.NoError(t, err)
-		require.Eventually(t, func() bool { return logs.FilterMessage("connection ended").Len() == i+1 }, 20*time.Second, time.Millisecond)
+		require.Eventually(t, func() bool { // a Fabric takes nothing while it is armed
+			posted := 0
+			require.True(t, s.driver.Under(func() { posted, err = at.conn.Post([]transport.Op{op}) }))
+			require.NoError(t, err)
+			return posted == 1
+		}, 10*time.Second, time.Millisecond)
+		require.Eventually(t, func() bool { return logs.FilterMessage("connection ended").Len() == i+1 }, 20*time.Second, time.Millisecond, "%v", logs.All())
 		// Of NICs the server's says what is wrong, and it may not come through before its connection ends.
 		require.Regexp(t, "no operation of this process uses the memory|a wrong key|the queue pair ended", logs.FilterMessage("connection ended").All()[i].ContextMap()["error"])
 		require.NoError(t, echo(t, w, m.servers, 1, closed()), "it is dialled again")
