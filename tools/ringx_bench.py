@@ -206,13 +206,12 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "nccl": torch.cuda.nccl.version() if on_gpu else None,
     }
-    first, rows = dist.get_rank() == 0, []
-    table = report.Table(TABLE) if first else None
+    table, rows = report.Table(TABLE) if dist.get_rank() == 0 else None, []
     for row in measure(options, device):
         rows.append(row)
         if table:
             table.add({**dict.fromkeys(TABLE), **row})
-    if options.json and first:
+    if options.json and table:
         report.save(options.json, {"rows": rows, "machine": machine})
     dist.barrier()
     dist.destroy_process_group()

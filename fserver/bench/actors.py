@@ -24,8 +24,8 @@ from .errors import WrongDataError
 from .report import figures, parts
 
 TIMEOUT_MS = 60_000
+# Requests: handler, tensors and keys of each.
 Batch = list[tuple[int, list[torch.Tensor], list[int]]]
-"""Requests: handler, tensors and keys of each."""
 
 POISON = 0xA5
 PERIOD = (1 << 20) + 17  # of the pattern: no multiple of a page, a segment or a chunk

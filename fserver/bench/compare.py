@@ -77,9 +77,7 @@ def main(argv: list[str]) -> int:
                 found[name].append(_run(name, *ways[name], [options.benchmark, *options.args]))
     first = next(iter(ways))
     rows = [row for name in ways for row in _rows(name, found[name], first, found[first])]
-    table = report.Table(COLUMNS)
-    for row in rows:
-        table.add(row)
+    report.Table(COLUMNS).add(*rows)
     if options.json:
         report.save(options.json, {"bench": "compare", "rows": rows})
     return judge(options.against, rows) if options.against else 0

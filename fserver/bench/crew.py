@@ -42,8 +42,8 @@ class Place:
     gpu: int | None = None  # that its tensors are on; None: the CPU
 
 
+# Makes a node, connected; the node is a context manager.
 Factory = Callable[[Place], Any]
-"""Makes a node, connected; the node is a context manager."""
 
 
 def real_node(place: Place) -> Any:
@@ -60,8 +60,8 @@ def real_node(place: Place) -> Any:
     return make(**how, node_rank=rank, init_timeout=START_TIMEOUT)
 
 
+# Who plays: fserver, or what a test puts in its place.
 MAKE: dict[str, Factory] = {"worker": real_node, "server": real_node}
-"""Who plays: fserver, or what a test puts in its place."""
 
 
 @dataclass(frozen=True)

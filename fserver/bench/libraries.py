@@ -36,11 +36,11 @@ ENVIRONMENT = {
 NIXL = ("nixl_cu13", "nixl_cu12", "nixl")  # names of its module
 _kept: list[Any] = []  # as long as the process lives: freeing symmetric memory is a collective call
 
+# The index of a peer and what goes there or comes from there: a contiguous part of the memory.
 Ends = Sequence[tuple[int, torch.Tensor]]
-"""The index of a peer and what goes there or comes from there: a contiguous part of the memory."""
 Call = Callable[[], object]
+# For each stage, the bytes that a worker sends to every server, and those of each answer.
 Sizes = Sequence[tuple[int, int]]
-"""For each stage, the bytes that a worker sends to every server, and those of each answer."""
 
 
 class Route(NamedTuple):

@@ -18,8 +18,8 @@ TRANSPORTS = "transports: values of FSERVER_TRANSPORT, which `fserver env` lists
 ROUND_BYTES = 64 << 20  # of a round without --seconds or --iters
 
 Type = Callable[[str], Any]
+# A flag, its type (bool: a switch), its default (None: nothing is shown) and its help.
 Option = tuple[str, Type, Any, str]
-"""A flag, its type (bool: a switch), its default (None: nothing is shown) and its help."""
 
 
 def parser(prog: str, text: str, *options: Option, **how: Any) -> argparse.ArgumentParser:

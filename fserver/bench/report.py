@@ -16,8 +16,8 @@ from fserver.percentiles import percentile
 
 from .errors import BenchError
 
+# Of one round: iters, p50_us, p99_us, ... and what a benchmark adds.
 Figures = dict[str, Any]
-"""Of one round: iters, p50_us, p99_us, ... and what a benchmark adds."""
 
 Rounds = Sequence[Figures]
 
@@ -113,15 +113,15 @@ class Table:
         from rich.console import Console
 
         self._keys, self._console = keys, Console(width=1000, highlight=False, markup=False)
-        self._print([key.replace("baseline_", "raw_") for key in keys])
+        self._print(*(key.replace("baseline_", "raw_") for key in keys))
 
-    def add(self, result: dict[str, Any]) -> None:
-        """Prints a row; one that was skipped ends in the reason."""
-        reason = result.get("skipped")
-        cells = [_cell(key, result[key]) for key in self._keys]
-        self._print([*cells, f"skipped: {reason}"] if reason else cells)
+    def add(self, *results: dict[str, Any]) -> None:
+        """Prints rows; one that was skipped ends in the reason."""
+        for result in results:
+            reason = [f"skipped: {result['skipped']}"] if result.get("skipped") else []
+            self._print(*(_cell(key, result[key]) for key in self._keys), *reason)
 
-    def _print(self, cells: Sequence[str]) -> None:
+    def _print(self, *cells: str) -> None:
         from rich.table import Table as Grid
 
         grid = Grid.grid(padding=(0, 2, 0, 0))
@@ -133,10 +133,8 @@ class Table:
 
 
 def _cell(key: str, value: Any) -> str:
-    if value is None:
-        return "-"
-    if key.startswith("bytes"):
-        return show_size(value)
+    if value is None or key.startswith("bytes"):
+        return "-" if value is None else show_size(value)
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 

@@ -103,8 +103,7 @@ class Run(contextlib.ExitStack):
         bar: dict[str, Any] = {"console": Console(stderr=True), "transient": True}
         table = report.Table(self._columns)
         for rows in track(cases, self._name, count, disable=hidden, **bar):
-            for row in rows:
-                table.add(row)
+            table.add(*rows)
             self.rows += rows
         if self.options.json:
             about = {"machine": self.facts, "options": vars(self.options)}

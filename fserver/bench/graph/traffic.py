@@ -16,8 +16,8 @@ from ..team import Teammate
 
 POISON = 0xFF  # no byte of a pattern
 SETS = 6  # of replays of af
+# A function of a side, what differs from the other rows, and the seconds that it may take.
 Row = tuple[Any, dict[str, Any], float]
-"""A function of a side, what differs from the other rows, and the seconds that it may take."""
 
 
 def opened(side: Teammate, sizes: Sizes, mode: str = "", by: str = "") -> list[Route]:
