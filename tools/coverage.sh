@@ -48,7 +48,7 @@ cover_python() {
   "$cc" -O2 -shared -fPIC -o "$out/gcov_exit.so" tools/gcov_exit.c
   "$cc" -O2 -c -fPIC -DEXTENSION -o "$out/gcov_exit.o" tools/gcov_exit.c
   rm -f "$out"/python* "$made"/*.gcda
-  CXX=${CXX:-g++} CXXFLAGS="--coverage -fprofile-update=atomic" LDFLAGS="--coverage $out/gcov_exit.o" \
+  CXX="${CXX:-g++} --coverage -fprofile-update=atomic" LDFLAGS=$out/gcov_exit.o \
     "$BIN/python" tools/builder.py ext >"$all" || { status=1 && return; }
   LD_PRELOAD=$out/gcov_exit.so COVERAGE_FILE=$out/python "$BIN/python" -m coverage run -m pytest -q -m '' \
     -n "${JOBS:-2}" --dist worksteal "${tests[@]}" >"$all" 2>&1 || status=1
