@@ -51,6 +51,9 @@ class Worker(Node):
 
         - Do not change the pushed tensors, and do not read the pulled ones.
         - A pull tensor belongs to the request, whether or not the request has been waited for.
+          After an error of one server, another may still answer. Until it has, another request may
+          take the tensor only if it pushes under the first push key of this one, and so comes
+          behind it.
         - do not call ``share_memory_()`` on any of the tensors, or send it to another process with
           torch.multiprocessing: torch gives it other memory, and frees that which is in use.
         - torch refuses to resize any of the tensors. A tensor whose ``resize_`` torch has refused
