@@ -352,7 +352,11 @@ func (c *Conn) serve(p *link.Found) {
 	}
 	c.give(p)
 	for _, r := range c.rails {
-		if r.refused != nil && r.down == nil && c.f.asked[r.at].empty == c.f.polls { // EvDown would have come
+		if r.refused == nil || r.down != nil {
+			continue
+		}
+		a := &c.f.asked[r.at]
+		if a.seen = c.f.polls; a.quiet-r.quiet >= quietPolls {
 			r.wentDown(r.refused)
 		}
 	}

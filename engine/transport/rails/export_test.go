@@ -9,6 +9,23 @@ import (
 // AskBusy is in how many Polls that find something a quiet member is asked once.
 const AskBusy = askBusy
 
+// Refuse has each member of a Conn take no op from now on, for err.
+func Refuse(conn transport.Conn, err error) {
+	c := conn.(*Conn)
+	c.f.mu.Lock()
+	defer c.f.mu.Unlock()
+	for _, r := range c.rails {
+		r.conn = refusing{r.conn, err}
+	}
+}
+
+type refusing struct {
+	transport.Conn
+	err error
+}
+
+func (c refusing) Post([]transport.Op) (int, error) { return 0, c.err }
+
 // Live returns how many members of a Conn take frames and writes.
 func Live(conn transport.Conn) int { return count(conn, live) }
 

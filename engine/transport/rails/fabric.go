@@ -69,7 +69,7 @@ type Fabric struct {
 
 // asked is what Polls have found on a member.
 type asked struct {
-	empty uint64 // the last one that found nothing, or that did not ask because it is over
+	quiet uint64 // how many found nothing; see quietPolls
 	seen  uint64 // the last one that found something
 }
 

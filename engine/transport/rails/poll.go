@@ -116,14 +116,15 @@ func (f *Fabric) look(p *link.Found) (got int, err error) {
 			continue
 		}
 		if f.dead[at].over {
-			a.empty = f.polls
+			a.quiet += quietPolls
 			continue
 		}
 		n, bad := f.members[at].Poll(f.ev[:])
-		if n == 0 {
-			a.empty = f.polls
-		} else {
+		switch {
+		case n > 0:
 			a.seen, f.active = f.polls, f.polls
+		case bad == nil:
+			a.quiet++
 		}
 		for j := range f.ev[:n] {
 			e := &f.ev[j]

@@ -28,6 +28,7 @@ type rail struct {
 	meter        meter         // of its rate
 	tail         []byte        // of the next frame
 	refused      error         // why it takes no op; EvDown is to come
+	quiet        uint64        // of asked, when it was refused
 	down         error         // why it is unusable
 	shut         bool          // we have closed it
 	over         bool          // it has given EvClosed
@@ -92,7 +93,7 @@ func (r *rail) flush() {
 				r.c.sent(e.num)
 			}
 		}
-		if r.refused = err; taken == len(r.queue) {
+		if r.refuses(err); taken == len(r.queue) {
 			r.queue = r.queue[:0]
 		} else {
 			r.queue = slices.Delete(r.queue, 0, taken)
@@ -101,6 +102,13 @@ func (r *rail) flush() {
 			r.c.wake()
 			return
 		}
+	}
+}
+
+// refuses takes the error of a Post, if there is one.
+func (r *rail) refuses(err error) {
+	if err != nil {
+		r.refused, r.quiet = err, r.f.asked[r.at].quiet
 	}
 }
 
@@ -170,9 +178,12 @@ func (r *rail) close() {
 	}
 	untold := len(r.queue) > 0
 	r.queue, r.tail = nil, nil
-	if untold && r.c != nil && r.c.broken { // the peer has not been told on this member
+	switch {
+	case r.c != nil && untold && r.c.broken: // the peer has not been told on this member
 		r.conn.CloseFor(r.c.err)
-	} else {
+	case r.c != nil && r.refused != nil && !r.c.closed: // nor has it, and the member may go on
+		r.conn.CloseFor(r.refused)
+	default:
 		r.conn.Close()
 	}
 }

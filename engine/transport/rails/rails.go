@@ -89,6 +89,9 @@ const (
 	askIdle    = 16  // and of so many that find nothing
 	maxRails   = 64  // member Fabrics of one side
 	maxFresh   = 256 // members that have not said which Conn they belong to
+	// quietPolls is how many Polls of a member that find nothing tell that no EvDown is to come for an op that it has
+	// refused. A single one does not: a Poll does a bounded amount of work, and may end in the middle of a frame.
+	quietPolls = 64
 )
 
 const prefix = "rails:"

@@ -51,7 +51,7 @@ func (c *Conn) postSmall(ops []transport.Op) (posted bool) {
 		r.queue = append(r.queue, entry{write: n + 1})
 	}
 	r.queue = append(r.queue, entry{item: it})
-	r.refused = err
+	r.refuses(err)
 	c.wake()
 	return true
 }
