@@ -8,7 +8,7 @@
 # COUNT=1000000   push_pulls of each part of `make soak`
 # CASES="floor tcp"   cases of `make softroce` (tests/softroce/cases); default: all but *_long
 # PARTS="wheel sdist"   parts of `make check-long`, or of `make coverage`; default: all
-# JOBS=2      processes of pytest, and of ctest, at a time in `make test` and `make coverage`
+# JOBS=3      processes of pytest, and of ctest, at a time in `make test` and `make coverage`
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -26,7 +26,7 @@ SEED ?=
 TRANSPORT ?= auto
 COUNT ?= 1000000
 PARTS ?=
-JOBS ?= 2
+JOBS ?= 3
 CASES ?=
 
 ifneq ($(words $(CURDIR)) $(words $(VENV)),1 1)
@@ -46,12 +46,13 @@ CGO_CFLAGS := $(filter-out -DCS_VERBS_INSTALLED,$(or $(CGO_CFLAGS),-O2 -g)) \
 export CGO_CFLAGS
 # Expanded in recipes only, when setup has seen to it that there is one.
 GO = $(shell $(BUILDER) go)
+GO_TEST = $(GO) test -timeout 10m -vet=off -p 3 ./engine/node ./engine/transport/rails ./...
 
 # What has been installed into the environment is noted there, as a digest of what asked for it.
 REQUIREMENTS := $(shell cat requirements/*.txt | sha256sum | cut -c1-16)
 PACKAGING := $(CURDIR) $(shell cat pyproject.toml setup.py | sha256sum | cut -c1-16)
 
-.PHONY: help setup engine ext af demo test coverage lint docs bench pgo chaos soak fuzz check-long softroce device-bundle clean
+.PHONY: help setup engine ext af demo test race coverage lint docs bench pgo chaos soak fuzz check-long softroce device-bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s%s\n", $$1, $$2 }' Makefile
@@ -94,18 +95,14 @@ af: ext ## engine and extension (default)
 demo: ext ## serve a language model, split into attention and FFN, and compare
 	@$(BIN)/fserver demo $(ARGS)
 
-# go test runs twice: with the race detector, and before that what cannot run with it, or has one goroutine and many
-# cases: allocation gates, models and searches. Seeds and variants that the race detector leaves out are in the part
-# engine of check-long. The packages that take longest begin first. `make lint` calls go vet. Every suite runs,
-# also after a failure.
+# Go takes few seeds and variants: all are in the part engine of check-long, and `make race` has the race detector. The
+# packages that take longest begin first. `make lint` calls go vet. Every suite runs, also after a failure.
 test: ext ## all tests: go test, pytest and the tests of the C++ headers
 	@status=0
 	log=build/test.log
 	>$$log
 	run() { "$$@" 2>&1 | tee -a $$log || status=1; }
-	apart='Alloc|Model|EverySequence|RandomPeer'
-	run $(GO) test -timeout 5m -vet=off -run $$apart $$(grep -rlE --include='*_test.go' "^func Test\w*($$apart)" cshim engine | xargs -n1 dirname | sort -u | sed 's,^,./,')
-	run $(GO) test -timeout 10m -vet=off -p 3 -race ./engine/node ./engine/transport/rails ./...
+	run env QUICK=1 $(GO_TEST)
 	run timeout --signal=INT --kill-after=30 30m $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=40
 	run env BIN=$(BIN) tools/cpp_tests.sh -j $(JOBS)
 	if [[ $$status != 0 ]]; then
@@ -113,6 +110,9 @@ test: ext ## all tests: go test, pytest and the tests of the C++ headers
 	  grep -E '^ *--- FAIL|^(FAIL|FAILED|ERROR|panic:|fatal error:|WARNING: DATA RACE|!+)|\*\*\*' $$log || true
 	fi
 	exit $$status
+
+race: setup ## go test with the race detector
+	@$(GO_TEST) -race
 
 coverage: ext ## print which lines the tests run: Go, Python, C++ (PARTS="go python cpp")
 	@GO="$(GO)" BIN=$(BIN) JOBS=$(JOBS) tools/coverage.sh $(PARTS)

@@ -28,7 +28,7 @@ import (
 // comes back. It runs with the seeds of the tests of faults, and with one of the time, which the names of the tests tell.
 func TestLossInARestart(t *testing.T) {
 	seeds := []uint64{1 << 10, uint64(time.Now().UnixNano())}
-	if !transporttest.RaceEnabled {
+	if !transporttest.Quick() {
 		for seed := range uint64(20) {
 			seeds = append(seeds, seed)
 		}

@@ -198,7 +198,7 @@ func search(t *testing.T, w world, depth int, path []Kind) (count int) {
 // has no call wait for ever, and always knows whether a connection stands.
 func TestEverySequence(t *testing.T) {
 	depth := 9
-	if testing.Short() || transporttest.RaceEnabled {
+	if testing.Short() || transporttest.Quick() {
 		depth = 7
 	}
 	for _, worker := range []bool{true, false} {

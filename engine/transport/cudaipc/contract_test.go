@@ -61,24 +61,15 @@ func bed(tb testing.TB, g *fakegpu.GPU, under overtest.Below, onGPU, apart bool)
 }
 
 // variant skips what differs from TestContractMapped in how memory is found, not in
-// what runs at the same time, where the race detector makes it slow.
+// what runs at the same time.
 func variant(t *testing.T) {
-	if transporttest.RaceEnabled {
-		t.Skip("with the race detector, TestContractMapped and Staged stand for all: the whole suite takes minutes")
-	}
-}
-
-// twice skips in the first of the two runs of `make test` what the second, with the race detector,
-// runs whole, and what counts no allocations.
-func twice(t *testing.T) {
-	if testing.Short() {
-		t.Skip("with -short, TestContractPieces, Own and Host stand for all; go test -race runs this one")
+	if transporttest.Quick() {
+		t.Skip("TestContractMapped and Staged stand for all: the whole suite takes minutes")
 	}
 }
 
 // TestContractMapped: GPU memory of peers is mapped by IPC handles.
 func TestContractMapped(t *testing.T) {
-	twice(t)
 	transporttest.Run(t, func(tb testing.TB) transporttest.Bed { return bed(tb, fakegpu.New(), overCMA, true, true) })
 }
 
@@ -100,7 +91,6 @@ func TestContractOwn(t *testing.T) {
 
 // TestContractStaged: GPU memory that cannot be mapped.
 func TestContractStaged(t *testing.T) {
-	twice(t)
 	transporttest.Run(t, func(tb testing.TB) transporttest.Bed {
 		g := fakegpu.New()
 		g.Alone = true

@@ -9,7 +9,6 @@ import (
 )
 
 func TestEachCallFails(t *testing.T) {
-	twice(t)
 	for _, c := range []struct {
 		name               string
 		pieces, own, alone bool

@@ -57,7 +57,7 @@ func TestContractOfNIC(t *testing.T) {
 	seeds := []uint64{1 << 10, uint64(time.Now().UnixNano())}
 	if testing.Short() {
 		seeds = seeds[:1]
-	} else if transporttest.RaceEnabled {
+	} else if transporttest.Quick() {
 		seeds = seeds[1:]
 	}
 	for _, seed := range seeds {

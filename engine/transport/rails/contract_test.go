@@ -131,8 +131,8 @@ func TestContract(t *testing.T) { run(t, bed(rails.Options{}, nil)) }
 
 // TestContractOfSmallParts cuts each write above a page.
 func TestContractOfSmallParts(t *testing.T) {
-	if transporttest.RaceEnabled {
-		t.Skip("TestContractOfNICs cuts writes under the race detector")
+	if transporttest.Quick() {
+		t.Skip("TestContractOfNICs cuts writes, too")
 	}
 	run(t, bed(rails.Options{Split: 1}, nil))
 }
@@ -143,7 +143,7 @@ func TestContractOfNICs(t *testing.T) {
 	seeds := []uint64{1 << 10, 1 << 20, uint64(time.Now().UnixNano())}
 	if testing.Short() {
 		seeds = seeds[:1]
-	} else if transporttest.RaceEnabled {
+	} else if transporttest.Quick() {
 		seeds = seeds[2:]
 	}
 	for _, seed := range seeds {

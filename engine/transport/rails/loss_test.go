@@ -417,7 +417,7 @@ func TestLossInTraffic(t *testing.T) {
 	}{{"two members", 2, false, 5}, {"two NICs", 2, true, 5}, {"three members", 3, false, 4}, {"three NICs", 3, true, 4}} {
 		t.Run(c.name, func(t *testing.T) {
 			seeds := c.seeds
-			if testing.Short() || transporttest.RaceEnabled {
+			if testing.Short() || transporttest.Quick() {
 				seeds = 2
 			}
 			cuts := 0

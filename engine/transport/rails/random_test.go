@@ -29,7 +29,7 @@ func TestRandomPeer(t *testing.T) {
 		p.keys = append(p.keys, k)
 	}
 	seeds := uint64(1000)
-	if testing.Short() || transporttest.RaceEnabled {
+	if testing.Short() || transporttest.Quick() {
 		seeds = 50
 	}
 	for seed := range seeds {

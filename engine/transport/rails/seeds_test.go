@@ -18,7 +18,7 @@ func seeds() (all []uint64) {
 		all = append(all, seed)
 	}
 	all = append(all, 1<<10, 1<<20, uint64(time.Now().UnixNano()))
-	if testing.Short() || transporttest.RaceEnabled {
+	if testing.Short() || transporttest.Quick() {
 		return all[len(all)-3:]
 	}
 	return all

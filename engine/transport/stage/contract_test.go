@@ -68,10 +68,10 @@ func bed(tb testing.TB, g *fakegpu.GPU, under overtest.Below, o Options, onGPU b
 }
 
 // variant skips what differs from TestContract in how memory is found, not in
-// what runs at the same time, where the race detector makes it slow.
+// what runs at the same time.
 func variant(t *testing.T) {
-	if transporttest.RaceEnabled {
-		t.Skip("with the race detector, TestContract stands for all: the whole suite takes minutes")
+	if transporttest.Quick() {
+		t.Skip("TestContract stands for all: the whole suite takes minutes")
 	}
 }
 
