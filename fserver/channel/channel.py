@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from fserver.channel import describe
-from fserver.channel.cpu import REOPEN
+from fserver.channel.cpu import REOPEN, check_rows
 from fserver.channel.plan import TABLE, Table
 from fserver.errors import ClosedError, ConfigError, Error, TimeoutError
 
@@ -183,9 +183,10 @@ class Channel:
         self._peers = "server" if send_first else "worker"
         self._turns = bool(self.outgoing and self.incoming) and path == "host"
         self._sends_next = send_first
-        if path != "host":  # no frame of Python in between
-            for method in ("send", "recv"):
-                setattr(self, method, getattr(side, method))
+        if path != "host":
+            for method, has in (("send", self.outgoing), ("recv", self.incoming)):
+                if has:  # no frame of Python in between
+                    setattr(self, method, getattr(side, method))
             side.explain(functools.partial(_explain, weakref.ref(self)))
         self.number = next(_numbers)
         _open[self.number] = self
@@ -193,7 +194,8 @@ class Channel:
         self._dropped.atexit = False
 
     def send(self, rows: Sequence[int] | None = None) -> None:
-        """Sends ``outgoing`` after the work that is already queued on the current stream.
+        """Sends ``outgoing`` after the work that is already queued on the current stream. Does
+        nothing if ``outgoing`` is empty.
 
         Args:
             rows: the number of rows of each tensor to send, in the order of ``outgoing``. None
@@ -208,6 +210,9 @@ class Channel:
             TimeoutError: an earlier wait took longer than ``timeout_ms``, and the channel has
                 ended. With CPU tensors the channel has not ended: call again to go on waiting.
         """
+        if not self._has("send", self.outgoing):
+            check_rows(rows, self.outgoing)
+            return
         self._enter("send", True)
         with self._explained():
             if self.path == "host" and self._side.capturable:  # the stream learns it later
@@ -217,21 +222,27 @@ class Channel:
 
     def recv(self) -> None:
         """Makes the current stream wait for the next message of each peer, which fills
-        ``incoming``.
+        ``incoming``. Does nothing if ``incoming`` is empty.
 
         After a ``send``, the contents of ``incoming`` are undefined until the next ``recv``.
 
         Raises:
             Error: as for ``send``.
         """
+        if not self._has("recv", self.incoming):
+            return
         self._enter("recv", False)
         with self._explained():
             self._side.recv()
         self._sends_next = True
 
-    def _enter(self, call: str, sends: bool) -> None:
+    def _has(self, call: str, tensors: Sequence[Tensor]) -> bool:
+        """Reports whether a call of this open channel transfers anything."""
         if self.closed:
             raise ClosedError(f"{call}: channel {self.name!r} is closed")
+        return bool(tensors)
+
+    def _enter(self, call: str, sends: bool) -> None:
         if self._turns and sends != self._sends_next and not self._side.captured:
             self.check()  # if a peer is lost, say that instead
             due = "recv" if sends else "send"

@@ -136,6 +136,57 @@ def test_one_way(pair: Cluster) -> None:
         assert bool((y == i).all())
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("to", ["worker", "server"])
+@pytest.mark.parametrize("operators", [False, True])
+def test_one_way_with_both_calls(cluster: MakeCluster, way: str, to: str, operators: bool) -> None:
+    """A step need not know which of its tensors there are: with nothing to send or to receive, a
+    call does nothing."""
+    out, into = torch.empty(9), torch.empty(9)
+    pair = cluster(transport=way)
+    w, s = both(pair, [out], []) if to == "server" else both(pair, [], [into], [out])
+    [seen] = w.incoming + s.incoming
+
+    def send(ch: Any) -> None:
+        if operators:
+            torch.ops.fserver.send(ch.number, ch.outgoing, ch.token)
+        else:
+            ch.send()
+
+    def recv(ch: Any) -> None:
+        if operators:
+            torch.ops.fserver.recv(ch.number, ch.incoming, ch.token)
+        else:
+            ch.recv()
+
+    def worker() -> None:
+        for i in range(5):
+            if to == "server":
+                out.fill_(i)
+            send(w)
+            recv(w)
+            assert to == "server" or seen.eq(i).all()
+
+    def server() -> None:
+        for i in range(5):
+            recv(s)
+            if to == "worker":
+                out.fill_(i)
+            send(s)
+            assert to == "worker" or seen.eq(i).all()
+
+    together([worker, server])
+    sender, receiver = (w, s) if to == "server" else (s, w)
+    with pytest.raises(fserver.ShapeError, match="rows has 1 numbers for 0 tensors"):
+        receiver.send([1])
+    receiver.close()
+    sender.recv()
+    sender.close()
+    for call in (sender.recv, receiver.send):
+        with pytest.raises(fserver.ClosedError):
+            call()
+
+
 def test_beside_push_pull(pair: Cluster) -> None:
     """The messages of a channel are in no batch, and requests in no channel."""
     x, y = torch.ones(4), torch.empty(4)

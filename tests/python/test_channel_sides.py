@@ -184,6 +184,26 @@ def test_the_engine_lets_go_of_a_side_that_is_closed(
     assert [side.word for side in made] == [7] * len(made)
 
 
+def test_nothing_to_transfer_between_gpus(
+    pair: Cluster, on_gpu: tuple[Any, list[FakeSide]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call does nothing, not even when the peer has closed its side."""
+    monkeypatch.setattr(opening, "_direct", lambda mode, device: True)
+    monkeypatch.setattr(FakeSide, "recv", lambda side: pytest.fail("recv"))
+    w, s = both(pair, [torch.ones(8)], [])
+    assert w.path == s.path == "kernel"
+    w.recv()
+    closing = in_thread(w.close)
+    eventually(lambda: w._side.at_close is None and s._side.word)
+    monkeypatch.setattr(s._side, "send", lambda rows: pytest.fail("send"))
+    s.send()
+    s.close()
+    closing.result(LIMIT)
+    for call in (w.recv, s.send):
+        with pytest.raises(fserver.ClosedError):
+            call()
+
+
 @pytest.mark.parametrize("how", ["closes", "leaves", "says nothing"])
 def test_a_worker_that_does_not_say_which_path(
     pair: Cluster, monkeypatch: pytest.MonkeyPatch, how: str

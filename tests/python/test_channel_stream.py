@@ -510,6 +510,43 @@ def test_one_way(pair: Cluster, on: On) -> None:
 
 
 @both
+@pytest.mark.parametrize("to", ["worker", "server"])
+def test_one_way_with_both_calls(pair: Cluster, on: On, to: str) -> None:
+    """With nothing to send or to receive, a call enqueues nothing."""
+    x, y = torch.zeros(9), torch.zeros(9)
+    back = to == "worker"
+    tensors = ([], [y], [x]) if back else ([x], [], [])
+    w, s, at_worker, at_server = opened(on, pair, *tensors)
+    [seen] = w.incoming + s.incoming
+    sender, receiver = (s, w) if back else (w, s)
+    at_sender, at_receiver = (at_server, at_worker) if back else (at_worker, at_server)
+    got: list[float] = []
+
+    def send() -> None:
+        at_sender.put(lambda: void(x.add_(1)))
+        for call in (sender.recv, sender.send) if back else (sender.send, sender.recv):
+            call()
+
+    def receive() -> None:
+        for call in (receiver.send, receiver.recv) if back else (receiver.recv, receiver.send):
+            call()
+        at_receiver.put(lambda: got.append(seen.sum().item()))
+
+    for _ in range(10):
+        send()
+        receive()
+    with at_sender.capture() as a:
+        send()
+    with at_receiver.capture() as b:
+        receive()
+    for _ in range(10):
+        at_sender.replay(a)
+        at_receiver.replay(b)
+    done(at_worker, at_server)
+    assert got == [9.0 * i for i in range(1, 21)]
+
+
+@both
 @pytest.mark.parametrize("plain", ["w", "s"])
 def test_other_side_on_the_cpu(
     pair: Cluster, on: On, monkeypatch: pytest.MonkeyPatch, plain: str
