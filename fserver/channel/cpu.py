@@ -28,6 +28,15 @@ def first_rows(tensor: Tensor, rows: int) -> Tensor:
     return tensor[:rows] if tensor.dim() else tensor.reshape(1)[:rows]
 
 
+def copy_rows(to: Tensor, of: Tensor, rows: int) -> None:
+    """Copies the first rows of a tensor. Autograd does not record it, and either tensor may be one
+    that torch.inference_mode has made."""
+    import torch
+
+    with torch.inference_mode():
+        first_rows(to, rows).copy_(first_rows(of, rows))
+
+
 def rows_of(tensor: Tensor) -> int:
     return tensor.shape[0] if tensor.dim() else 1
 
@@ -187,7 +196,7 @@ class WorkerSide(Side):
         self._wait("send")
         for t, staged, n in zip(self._push, self._staged, counts, strict=True):
             if t is not staged:
-                first_rows(staged, n).copy_(first_rows(t, n))
+                copy_rows(staged, t, n)
         self._post([first_rows(s, n) for s, n in zip(self._staged, counts, strict=True)])
 
     def _post(self, push: list[Tensor]) -> None:
@@ -254,7 +263,7 @@ class ServerSide(Side):
                         f"{mine.dtype} {list(mine.shape)}: run the same version of fserver on both "
                         "sides"
                     )
-                first_rows(mine, n).copy_(got.reshape(first_rows(mine, n).shape))
+                copy_rows(mine, got, n)
                 self._counts[i][j] = n
 
     def answer(self, rows: Sequence[int]) -> None:
@@ -265,7 +274,7 @@ class ServerSide(Side):
             for j, (t, staged) in enumerate(zip(self._out[i], self._staged[i], strict=True)):
                 n = next(counts)
                 if t is not staged:
-                    first_rows(staged, n).copy_(first_rows(t, n))
+                    copy_rows(staged, t, n)
                 self._back[i][j] = n
             if self._staged[i]:
                 back = [*self._staged[i], self._back[i]]

@@ -165,9 +165,13 @@ class Opener:
     ) -> Iterator[None]:
         """Opens a channel in the ``with`` block. If the block fails, the peers are told the reason,
         and all resources are dropped. Servers that open their sides later are also told why a
-        worker has refused."""
+        worker has refused. The tensors that the block makes can be used in and outside of
+        torch.inference_mode."""
+        import torch
+
         try:
-            yield
+            with torch.inference_mode(False):
+                yield
         except BaseException as error:
             it.refuse(error)
             self._keys.difference_update(push_keys)

@@ -65,19 +65,26 @@ def _pairs(call: str, given: Sequence[Tensor], own: Sequence[Tensor]) -> list[tu
 
 
 def _send(channel: int, tensors: Sequence[Tensor], token: Tensor) -> None:
+    import torch
+
     from fserver.channel.channel import find
 
     ch = find(channel)
-    for given, own in _pairs("send", tensors, ch.outgoing):
-        own.copy_(given)
+    pairs = _pairs("send", tensors, ch.outgoing)
+    with torch.inference_mode():  # whatever has made the tensors, and unseen by autograd
+        for given, own in pairs:
+            own.copy_(given)
     ch.send()
 
 
 def _recv(channel: int, tensors: Sequence[Tensor], token: Tensor) -> None:
+    import torch
+
     from fserver.channel.channel import find
 
     ch = find(channel)
     pairs = _pairs("recv", tensors, ch.incoming)
     ch.recv()
-    for given, own in pairs:
-        given.copy_(own)
+    with torch.inference_mode():
+        for given, own in pairs:
+            given.copy_(own)

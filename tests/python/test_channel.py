@@ -187,6 +187,75 @@ def test_one_way_with_both_calls(cluster: MakeCluster, way: str, to: str, operat
             call()
 
 
+@pytest.mark.parametrize("operators", [False, True])
+@pytest.mark.parametrize("theirs", [False, True])
+def test_inference_mode(pair: Cluster, operators: bool, theirs: bool) -> None:
+    """A channel that was opened in it is used outside of it, also with tensors that it has made."""
+    with torch.inference_mode(theirs):
+        x, y, z, got = (torch.ones(4) for _ in range(4))
+    options = {"timeout_ms": MS, "name": "it"}
+
+    def worker() -> Any:
+        with torch.inference_mode():
+            return pair.worker.channel([x], [0], [y], [0], **options)
+
+    def server() -> Any:
+        with torch.inference_mode():
+            push = [got] if theirs else None
+            return pair.server.channel([0], [z], [0], push=push, **options)
+
+    w, s = together([worker, server])
+    own = [w.token, s.token, *w.rows, *s.rows, *([] if theirs else s.incoming)]
+    assert not any(t.is_inference() for t in own)
+    for i in range(3):
+        with torch.inference_mode():
+            x.fill_(i)
+        if operators:  # as compilers call them, with copies
+            torch.ops.fserver.send(w.number, [x.clone()], w.token)
+            back = got if theirs else torch.empty(4)
+            torch.ops.fserver.recv(s.number, [back], s.token)
+            with torch.inference_mode():
+                torch.ops.fserver.send(s.number, [back + 1], s.token)
+                back = torch.empty(4)
+            torch.ops.fserver.recv(w.number, [back], w.token)
+            assert back.eq(i + 1).all()
+        else:
+            w.send([3])
+            s.recv()
+            with torch.inference_mode():
+                torch.add(s.incoming[0], 1, out=z)
+            s.send([2])
+            w.recv()
+            assert (w.rows[0].item(), s.rows[0].item()) == (2, 3)
+        assert y[:2].eq(i + 1).all()
+
+
+def test_no_gradients(pair: Cluster) -> None:
+    """Autograd sees nothing of what a channel copies, so nothing grows with the messages."""
+    x, z = (torch.ones(4, requires_grad=True) for _ in range(2))
+    y, got = torch.empty(4), torch.ones(4, requires_grad=True) * 1
+    w, s = together(
+        [
+            lambda: pair.worker.channel([x], [0], [y], [0], timeout_ms=MS),
+            lambda: pair.server.channel([0], [z], [0], push=[got], timeout_ms=MS),
+        ]
+    )
+    before = got.grad_fn
+    for i in range(4):
+        if i % 2:
+            w.send()
+            s.recv()
+            s.send()
+        else:
+            torch.ops.fserver.send(w.number, [x * 1], w.token)
+            torch.ops.fserver.recv(s.number, [got], s.token)
+            torch.ops.fserver.send(s.number, [z * 1], s.token)
+        w.recv()
+    ours = [*w._side._staged, *s._side._staged[0], y, *w.rows, *s.rows]
+    assert not any(t.requires_grad or t.grad_fn for t in ours)
+    assert got.grad_fn is before
+
+
 def test_beside_push_pull(pair: Cluster) -> None:
     """The messages of a channel are in no batch, and requests in no channel."""
     x, y = torch.ones(4), torch.empty(4)

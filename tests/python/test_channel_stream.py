@@ -240,6 +240,26 @@ def test_rows_in_graphs(cluster: MakeCluster, on: On) -> None:
     together([w.close, s.close])
 
 
+@both
+def test_opened_in_inference_mode(pair: Cluster, on: On, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of a side is written outside of it, too."""
+    for node in (pair.worker, pair.server):
+        inside = torch.inference_mode()(node.channel)
+        monkeypatch.setattr(node, "channel", inside)
+    x, y = torch.zeros(8, 4), torch.zeros(8, 4)
+    w, s, at_worker, at_server = opened(on, pair, [x], [y])
+    for rows in ([8], [3], [5]):
+        x.add_(1)
+        w.send(rows)
+        s.recv()
+        at_server.put(lambda: void(s.outgoing[0].copy_(s.tensors[0][0])))
+        s.send(rows)
+        w.recv()
+        done(at_worker, at_server)
+        assert s.rows[0].tolist() == w.rows[0].tolist() == rows
+        assert torch.equal(y[: rows[0]], x[: rows[0]])
+
+
 def test_turns_in_graphs(cluster: MakeCluster, on: On) -> None:
     """A graph may have one of the two calls alone, and a capture may fail between them."""
     on.gpu = TwoStreams
