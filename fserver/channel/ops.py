@@ -4,8 +4,10 @@
     torch.ops.fserver.recv(ch.number, ch.incoming, ch.token)
 
 Both operators declare that they change ``token``, so the compiler keeps the calls and their order.
-``recv`` declares that it changes the tensors. If the compiler passes a copy of a tensor instead of
-the channel's own, the operators copy between the two.
+``recv`` declares that it changes the tensors. It takes ``[*ch.incoming, *ch.rows]`` too: pass that
+in a function that reads ``ch.rows``, or a compiler may read them before the message has come. If
+the compiler passes a copy of a tensor instead of the channel's own, the operators copy between the
+two. Inductor takes the channel's own for unchanged then: see docs/channels.md.
 """
 
 from __future__ import annotations
@@ -44,18 +46,21 @@ def _fake(channel: int, tensors: Sequence[Tensor], token: Tensor) -> None:
     """Neither operator returns a value or changes a shape."""
 
 
-def _pairs(call: str, given: Sequence[Tensor], own: Sequence[Tensor]) -> list[tuple[Any, Any]]:
+def _pairs(
+    call: str, given: Sequence[Tensor], own: Sequence[Tensor], what: str
+) -> list[tuple[Any, Any]]:
+    """Returns the given tensors that are copies, each with the channel's own. ``what`` says in
+    errors what to pass."""
     if len(given) != len(own):
         raise ShapeError(
             f"torch.ops.fserver.{call}: {len(given)} tensors given, but the channel has "
-            f"{len(own)}: pass channel.{'outgoing' if call == 'send' else 'incoming'}"
+            f"{len(own)}: pass {what}"
         )
     for i, (a, b) in enumerate(zip(given, own, strict=True)):
-        if a.shape != b.shape:
+        if a.shape != b.shape or a.dtype != b.dtype:
             raise ShapeError(
-                f"torch.ops.fserver.{call}: tensor {i} has shape {list(a.shape)}, but the "
-                f"channel's tensor has shape {list(b.shape)}: pass channel."
-                f"{'outgoing' if call == 'send' else 'incoming'}, or copies of them"
+                f"torch.ops.fserver.{call}: tensor {i} is {a.dtype} {list(a.shape)}, but the "
+                f"channel's tensor is {b.dtype} {list(b.shape)}: pass {what}, or copies of them"
             )
     return [
         (a, b)
@@ -70,7 +75,7 @@ def _send(channel: int, tensors: Sequence[Tensor], token: Tensor) -> None:
     from fserver.channel.channel import find
 
     ch = find(channel)
-    pairs = _pairs("send", tensors, ch.outgoing)
+    pairs = _pairs("send", tensors, ch.outgoing, "channel.outgoing")
     with torch.inference_mode():  # whatever has made the tensors, and unseen by autograd
         for given, own in pairs:
             own.copy_(given)
@@ -83,7 +88,10 @@ def _recv(channel: int, tensors: Sequence[Tensor], token: Tensor) -> None:
     from fserver.channel.channel import find
 
     ch = find(channel)
-    pairs = _pairs("recv", tensors, ch.incoming)
+    own, what = ch.incoming, "channel.incoming"
+    if len(tensors) > len(own):
+        own, what = [*own, *ch.rows], "[*channel.incoming, *channel.rows]"
+    pairs = _pairs("recv", tensors, own, what)
     ch.recv()
     with torch.inference_mode():
         for given, own in pairs:

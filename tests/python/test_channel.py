@@ -662,12 +662,53 @@ def test_operators(pair: Cluster, backend: str) -> None:
     [once] = served
     once.result(LIMIT)
     for call in (torch.ops.fserver.send, torch.ops.fserver.recv):
-        with pytest.raises(fserver.ShapeError, match=r"tensor 0 has shape \[1\], but the channel"):
+        with pytest.raises(fserver.ShapeError, match=r"tensor 0 is .*32 \[1\], but the channel"):
             call(w.number, [torch.ones(1)], w.token)
+        text = r"tensor 0 is torch.int64 \[8\], but the channel's tensor is torch.float32 \[8\]"
+        with pytest.raises(fserver.ShapeError, match=text):
+            call(w.number, [torch.ones(8, dtype=torch.int64)], w.token)
     with pytest.raises(fserver.ShapeError, match="0 tensors given, but the channel has 1"):
         torch.ops.fserver.send(w.number, [], w.token)
+    with pytest.raises(
+        fserver.ShapeError, match=r"3 tensors given, but the channel has 2: pass \[\*"
+    ):
+        torch.ops.fserver.recv(w.number, [y, y, y], w.token)
     with pytest.raises(fserver.ClosedError, match="no open channel has number 999999"):
         torch.ops.fserver.recv(999999, [y], w.token)
+
+
+@needs_compiler
+def test_rows_in_a_compiled_function(pair: Cluster) -> None:
+    """They are read after the message has come, if recv gets them too."""
+    import torch._dynamo
+    import torch._inductor.config
+
+    x, y, z = torch.zeros(8), torch.zeros(8), torch.zeros(8)
+    w, s = both(pair, [x], [y], [z])
+
+    def step(value: torch.Tensor) -> torch.Tensor:
+        x.copy_(value * 2)
+        torch.ops.fserver.send(w.number, w.outgoing, w.token)
+        torch.ops.fserver.recv(w.number, [*w.incoming, *w.rows], w.token)
+        return value * 3 + w.rows[0]  # which could be computed in one loop with x
+
+    def serve() -> None:
+        for rows in (5, 3):
+            s.recv()
+            s.send([rows])
+
+    served = []
+
+    def compile(*graph: Any) -> Any:
+        with torch._inductor.config.patch(QUICK):
+            made = torch._dynamo.lookup_backend("inductor")(*graph)
+        served.append(in_thread(serve))
+        return made
+
+    compiled = torch.compile(step, backend=compile, fullgraph=True)
+    assert [compiled(torch.ones(8))[0].item() for _ in range(2)] == [8, 6]
+    [once] = served
+    once.result(LIMIT)
 
 
 def test_operators_are_what_they_say(pair: Cluster) -> None:
