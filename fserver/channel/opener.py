@@ -41,9 +41,10 @@ class Opener:
 
     def __init__(self, node: Any) -> None:
         self._node = node  # the extension's Worker or Server
-        self._lock = threading.Lock()  # of the next two
+        self._lock = threading.Lock()  # of the next three
         self._next = 0  # number of a channel without a name
         self._given_back: set[int] = set()  # those below it that are free
+        # Keys go back without the lock: the garbage collector may do that, in a thread that has it.
         self._keys: set[int] = set()
         self._all: weakref.WeakSet[Channel] = weakref.WeakSet()
 
@@ -193,14 +194,19 @@ class Opener:
             raise ConfigError(
                 f"channel: push_keys has key {twice} twice: give each tensor a key of its own"
             )
-        taken = self._keys.intersection(push_keys)
-        if taken:
-            raise ConfigError(
-                f"channel: another open channel of this node has key {min(taken)}: give each "
-                "channel keys of its own, or close the other channel first"
-            )
-        handle: int = self._node.channel_open(how.name)
-        self._keys.update(push_keys)
+        with self._lock:
+            taken = self._keys.intersection(push_keys)
+            if taken:
+                raise ConfigError(
+                    f"channel: another open channel of this node has key {min(taken)}: give each "
+                    "channel keys of its own, or close the other channel first"
+                )
+            self._keys.update(push_keys)
+        try:
+            handle: int = self._node.channel_open(how.name)
+        except BaseException:
+            self._keys.difference_update(push_keys)
+            raise
         return handle
 
     def _made(

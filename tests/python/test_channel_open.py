@@ -273,6 +273,30 @@ def test_two_threads_without_a_name(pair: Cluster) -> None:
         assert after == "3"
 
 
+def test_two_threads_with_one_key() -> None:
+    """One that opens a channel has its keys before the node has answered, and not after an error."""
+    inside, go = threading.Event(), threading.Event()
+
+    def channel_open(name: str) -> int:
+        inside.set()
+        assert go.wait(LIMIT)
+        raise fserver.ClosedError(name)
+
+    made = opener.Opener(SimpleNamespace(channel_open=channel_open))
+    how: Any = SimpleNamespace(mode="host", name="it")
+    first = in_thread(made._begin, how, [1, 2])
+    assert inside.wait(LIMIT)
+    with pytest.raises(fserver.ConfigError, match="another open channel of this node has key 2"):
+        made._begin(how, [2, 3])
+    go.set()
+    for keys in ([1, 2], [2, 3]):  # they are free again
+        with pytest.raises(fserver.ClosedError):
+            first.result(LIMIT)
+        first = in_thread(made._begin, how, keys)
+    with pytest.raises(fserver.ClosedError):
+        first.result(LIMIT)
+
+
 def test_two_threads_have_one_opener(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     both_inside = threading.Barrier(2)
 
