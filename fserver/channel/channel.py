@@ -84,6 +84,11 @@ def _explain(channel: weakref.ref[Channel], error: Exception | None = None) -> N
         open_one.check()
 
 
+def _refused(name: str, rows: Sequence[int] | None = None) -> None:
+    """The send() and recv() of a closed channel."""
+    raise ClosedError(f"channel {name!r} is closed")
+
+
 def close_gpu(node: Any, handle: int, side: Any, wait_s: float = _PARTING_S, why: str = "") -> None:
     """Closes a GpuSide after the engine has closed its side, which sets the abort word, and after
     the peers have closed theirs. Until then the peers may write to the memory of this side."""
@@ -346,8 +351,8 @@ class Channel:
         self.closed = True
         _open.pop(self.number, None)
         if self.path != "host":
-            for method in ("send", "recv"):
-                setattr(self, method, self._refuse)
+            for method in ("send", "recv"):  # without a reference to self, which would be a cycle
+                setattr(self, method, functools.partial(_refused, self.name))
         return True
 
     def _say_closed(self) -> None:
@@ -367,9 +372,6 @@ class Channel:
             self._dropped()  # what is left of it: the keys are free
             self.outgoing, self.incoming, self.tensors, self.rows = [], [], [], []
             self._places = []
-
-    def _refuse(self, rows: Sequence[int] | None = None) -> None:
-        raise ClosedError(f"channel {self.name!r} is closed")
 
     def __enter__(self) -> Self:
         return self

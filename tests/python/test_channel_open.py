@@ -274,7 +274,7 @@ def test_two_threads_without_a_name(pair: Cluster) -> None:
 
 
 def test_two_threads_with_one_key() -> None:
-    """One that opens a channel has its keys before the node has answered, and not after an error."""
+    """One that opens a channel has its keys at once, and after an error no longer."""
     inside, go = threading.Event(), threading.Event()
 
     def channel_open(name: str) -> int:

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -182,6 +183,26 @@ def test_the_engine_lets_go_of_a_side_that_is_closed(
     pair.worker.close()
     pair.server.close()
     assert [side.word for side in made] == [7] * len(made)
+
+
+def test_nothing_keeps_a_closed_channel(
+    pair: Cluster, on_gpu: tuple[Any, list[FakeSide]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even until the garbage collector runs: it keeps the node."""
+    monkeypatch.setattr(opening, "_direct", lambda mode, device: True)
+    w, s = both(pair, [torch.ones(8)], [torch.ones(8)])
+    together([w.close, s.close])
+    for call in (w.send, w.recv, partial(w.send, [1]), partial(w.send, rows=None)):
+        with pytest.raises(fserver.ClosedError, match="channel '0' is closed"):
+            call()
+    del call
+    channels = [weakref.ref(w), weakref.ref(s)]
+    gc.disable()
+    try:
+        del w, s
+        assert [channel() for channel in channels] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_nothing_to_transfer_between_gpus(
