@@ -92,9 +92,7 @@ func (g *card) point(stream uint64, event, word bool) (p exchange.Point, err err
 		if e, err = g.event(); err != nil {
 			return p, err
 		}
-		if event {
-			p.Event = uint64(e)
-		}
+		p.Event = uint64(e) // it goes back with p, unless it does with a mark
 		if err = g.Device.Record(e, cuda.Stream(stream)); err != nil {
 			return p, err
 		}
@@ -107,6 +105,9 @@ func (g *card) point(stream uint64, event, word bool) (p exchange.Point, err err
 	}
 	if g.events {
 		g.mark(&p, e, !event)
+		if !event {
+			p.Event = 0
+		}
 		return p, nil
 	}
 	if err = g.Device.Enqueue(cuda.Stream(stream), 0, nil, g.seen+uint64(p.ID)*8, p.Value); err != nil {

@@ -320,6 +320,42 @@ func TestNoPoint(t *testing.T) {
 	}
 }
 
+// TestPointsThatFailKeepNoEvent: neither if the driver records none, nor if there is no word.
+func TestPointsThatFailKeepNoEvent(t *testing.T) {
+	fake := fakegpu.New()
+	g, err := newCard(fake, new(gpu.Later), false, zap.NewNop())
+	require.NoError(t, err)
+	stream, err := fake.NewStream()
+	require.NoError(t, err)
+	for _, event := range []bool{false, true} {
+		fake.Fail("Record", 3)
+		for range 3 {
+			_, err := g.point(uint64(stream), event, true)
+			require.ErrorContains(t, err, "Record: cuda: injected failure")
+		}
+	}
+	require.Len(t, g.all, 2) // one is g.unused
+	spare := g.spare
+	g.spare = nil
+	for _, event := range []bool{false, true, false} {
+		_, err := g.point(uint64(stream), event, true)
+		require.ErrorContains(t, err, "operations wait for streams")
+	}
+	g.spare = spare
+	require.Len(t, g.all, 2)
+	for range 3 { // the event goes back once, with the mark or with the point
+		p, err := g.point(uint64(stream), false, true)
+		require.NoError(t, err)
+		require.Zero(t, p.Event)
+		g.passed(p)
+	}
+	require.Len(t, g.all, 2)
+	require.Len(t, g.free, 1)
+	require.NoError(t, fake.FreeStream(stream))
+	g.close()
+	fake.Empty(t)
+}
+
 // TestWords: each point has a word of its own until the stream has stored it, and there are so many.
 func TestWords(t *testing.T) {
 	fake := fakegpu.New()
