@@ -229,6 +229,9 @@ const landStep = 1 << 20
 // Arrived has the next message of all workers where it belongs, and reports whether it is there, or
 // there is more to copy.
 func (a *Answering) Arrived() (here, more bool, err error) {
+	if a.err != nil { // of the last answer
+		return false, false, a.err
+	}
 	reqs := a.s.Take(a.on)
 	if reqs == nil {
 		a.worker, a.tensor, a.off = 0, 0, 0

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -59,6 +60,25 @@ func TestLanding(t *testing.T) {
 	require.NoError(t, p.settle())
 	require.True(t, again.Over())
 	require.Empty(t, c.keys)
+}
+
+// TestAnswerThatFailsLater: what a helper could not send ends the channel while it waits for the next message.
+func TestAnswerThatFailsLater(t *testing.T) {
+	p := newPair(t, 1)
+	s := p.servers[0]
+	_, a, _, _ := landed(t, s)
+	ticket, err := s.Begin()
+	require.NoError(t, err)
+	here, _, err := a.Arrived()
+	require.NoError(t, err)
+	require.False(t, here)
+	a.later(12345, ticket) // no request has that handler
+	require.Eventually(t, func() bool {
+		require.NoError(t, p.settle())
+		_, _, err = a.Arrived()
+		return err != nil
+	}, 5*time.Second, time.Millisecond)
+	require.ErrorContains(t, err, "12345")
 }
 
 // TestLandingKeys belong to their channel alone: who else pushes with one does not keep to the protocol.
