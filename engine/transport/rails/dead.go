@@ -3,6 +3,7 @@ package rails
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 
 	"fserver/engine/transport"
@@ -19,6 +20,13 @@ type dead struct {
 func absent(m transport.Fabric) bool {
 	_, ok := m.(*transport.Absent)
 	return ok
+}
+
+// answers reports whether a member is to be called under mu: its Close, of which it tells, may have its lock for long, and ends
+// all of its Conns and keys.
+func (f *Fabric) answers(at int) bool {
+	d := &f.dead[at]
+	return d.why == nil || d.shut && !d.over
 }
 
 // works says why a member Fabric cannot be used, or nil.
@@ -40,6 +48,11 @@ func (f *Fabric) broke(at, n int, err error) error {
 		return err
 	case d.why == nil:
 		d.why = err
+		for _, r := range slices.Collect(maps.Values(f.rails)) { // none waits for the end of Close
+			if r.at == at && r.down == nil {
+				r.wentDown(err)
+			}
+		}
 		f.task(func() {
 			why := f.members[at].Close()
 			f.locked(func() { d.shut = true })

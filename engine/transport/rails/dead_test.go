@@ -62,6 +62,10 @@ func TestFabricFails(t *testing.T) {
 // frees ends a key, and waits until it has ended.
 func (s *side) frees(k transport.Key) {
 	s.f.Deregister(k)
+	s.freed(k)
+}
+
+func (s *side) freed(k transport.Key) {
 	ev := make([]transport.Event, 16)
 	for end := time.Now().Add(patience); time.Now().Before(end); {
 		n, err := s.f.Poll(ev)
@@ -73,6 +77,22 @@ func (s *side) frees(k transport.Key) {
 		}
 	}
 	require.Fail(s.t, "no EvFreed")
+}
+
+// TestSlowEnd: nobody waits for the Close of a member that has failed, which may take long.
+func TestSlowEnd(t *testing.T) {
+	d := newDuo(t, 2, 1, false, rails.Options{Pause: time.Millisecond})
+	before, err := d.a.f.Register(d.a.src)
+	require.NoError(t, err)
+	m := d.all[0]
+	m.hold = make(chan struct{})
+	m.fail(errors.New("the device is gone"))
+	d.until("it is being closed", func() bool { d.a.poll(); d.b.poll(); return m.shut.Load() })
+	d.traffic(50, func() { d.a.f.Arm() })
+	d.a.f.Deregister(before)
+	require.False(t, m.called.Load())
+	close(m.hold)
+	d.a.freed(before)
 }
 
 // TestAllFabricsFail: with the last one the whole fails.

@@ -256,7 +256,7 @@ func (f *Fabric) Arm() (again bool) {
 		again = c.rest() || again
 	}
 	for i, m := range f.members {
-		again = !f.dead[i].over && m.Arm() || again
+		again = f.answers(i) && m.Arm() || again
 	}
 	return again || len(f.told) != 0
 }

@@ -128,10 +128,10 @@ func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
 	return r.Key, nil
 }
 
-// endMembers begins the end of what the members' keys allow.
+// endMembers begins the end of what the members' keys allow. The Close of a member that has failed ends all of its keys.
 func (f *Fabric) endMembers(r *region) {
 	for i, k := range r.members {
-		if k.ID != 0 {
+		if k.ID != 0 && f.works(i) == nil {
 			f.members[i].Deregister(k)
 		}
 	}

@@ -9,6 +9,7 @@ import (
 	"math/rand/v2"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -233,8 +234,21 @@ type spoiler struct {
 	alone int // acknowledgements that were no part of another frame
 	mute  int // Polls to come that give nothing
 
+	hold   chan struct{} // if set, Close waits for it in the end
+	shut   atomic.Bool   // Close waits
+	called atomic.Bool   // by who would wait for Close
 	mu     sync.Mutex
 	broken error // what Poll gives until Close
+}
+
+func (s *spoiler) Arm() bool {
+	s.called.Store(s.called.Load() || s.shut.Load())
+	return s.Fabric.Arm()
+}
+
+func (s *spoiler) Deregister(k transport.Key) {
+	s.called.Store(s.called.Load() || s.shut.Load())
+	s.Fabric.Deregister(k)
 }
 
 // fail makes the Fabric unusable.
@@ -251,7 +265,12 @@ func (s *spoiler) fails() error {
 }
 
 func (s *spoiler) Close() error {
-	err := s.Fabric.Close()
+	err := s.Fabric.Close() // the peers hear of it at once
+	if s.hold != nil {
+		s.shut.Store(true)
+		<-s.hold
+		s.shut.Store(false)
+	}
 	s.fail(nil)
 	return err
 }

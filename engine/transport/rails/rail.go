@@ -179,6 +179,7 @@ func (r *rail) close() {
 	untold := len(r.queue) > 0
 	r.queue, r.tail = nil, nil
 	switch {
+	case !r.f.answers(r.at):
 	case r.c != nil && untold && r.c.broken: // the peer has not been told on this member
 		r.conn.CloseFor(r.c.err)
 	case r.c != nil && r.refused != nil && !r.c.closed: // nor has it, and the member may go on

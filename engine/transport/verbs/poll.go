@@ -23,7 +23,7 @@ func (f *Fabric) Poll(ev []transport.Event) (int, error) {
 	if f.Closed {
 		n := f.Freed(ev)
 		n += f.visits(ev[n:])
-		if n == 0 && f.queue.Len() == 0 {
+		if n == 0 && f.queue.Len() == 0 && f.left {
 			return 0, transport.ErrClosed
 		}
 		return n, nil

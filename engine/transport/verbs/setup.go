@@ -214,10 +214,11 @@ func (c *Conn) make() (err error) {
 // join joins the queue pair to the peer's. It may block. A peer that dies is known by its socket, long before retries
 // are over. A peer without a slot is waited for: the credits see to it that there is one.
 func (c *Conn) join(p place) error {
-	if err := c.post(c.rx.spent); err != nil {
+	var err error
+	if c.f.Owned(func() { err = c.post(c.rx.spent) }); err != nil {
 		return err
 	}
-	err := c.qp.Connect(rdma.Path{
+	err = c.qp.Connect(rdma.Path{
 		GID: p.GID, QP: p.QP, PSN: p.PSN, OwnPSN: c.psn, LID: int32(p.LID), GIDIndex: c.at.gid().Index,
 		MTU: int32(min(p.MTU, uint32(c.at.port.MTU))), Global: c.at.across(p.GID), Port: c.at.number, Flow: c.flow(),
 		TrafficClass: c.f.path.TrafficClass, ServiceLevel: c.f.path.ServiceLevel,

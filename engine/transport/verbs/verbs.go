@@ -32,6 +32,8 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
+	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -88,6 +90,8 @@ type Fabric struct {
 	common *networks  // what Reaches looks for; nil: nothing
 	direct direct
 
+	leaving sync.Once // Close
+
 	// The owner guards the rest, and calls nothing that may block.
 	at      address
 	probes  int      // GIDs that the device has refused
@@ -104,6 +108,7 @@ type Fabric struct {
 	batch   [rdma.Chain]rdma.Request // what goes to the NIC at once
 	frames  []byte                   // what events of the last Poll point to
 	back    *readback                // nil: none is needed
+	left    bool                     // the device is called no more
 	counts  Counts
 }
 
@@ -208,22 +213,37 @@ func (f *Fabric) Bind(transport.Key, transport.Conn) error { return nil }
 
 // Close implements transport.Fabric.
 func (f *Fabric) Close() error {
-	f.Shut(f.conns.Leave, func() {
+	f.Shut(f.conns.Leave, func() {})
+	f.leaving.Do(f.leave)
+	return nil
+}
+
+// leave makes the last calls of the device. They may take long, so they are made without the owner: from Shut on, nobody
+// else calls the device.
+func (f *Fabric) leave() {
+	var conns []*Conn
+	var regions []region
+	f.Owned(func() {
+		conns = slices.DeleteFunc(slices.Clone(f.conns.All), func(c *Conn) bool { return c.gone })
+		regions, f.regions = f.regions, nil
+	})
+	for _, c := range conns {
+		c.destroy()
+	}
+	for i := range regions {
+		_ = regions[i].deregister()
+	}
+	f.release()
+	f.Owned(func() {
+		for _, c := range conns {
+			c.leave()
+		}
 		for _, c := range f.conns.All {
-			if !c.gone {
-				c.destroy()
-				c.leave()
-			}
 			f.queue.Push(c)
 		}
-		for i := range f.regions {
-			_ = f.regions[i].deregister()
-		}
-		f.regions = nil
-		f.release()
+		f.left = true
 	})
 	f.back.wait()
-	return nil
 }
 
 // inspect ends what stalls. See link.Fabric.
