@@ -86,12 +86,14 @@ func TestSlowEnd(t *testing.T) {
 	require.NoError(t, err)
 	m := d.all[0]
 	m.hold = make(chan struct{})
+	release := sync.OnceFunc(func() { close(m.hold) })
+	t.Cleanup(release)
 	m.fail(errors.New("the device is gone"))
 	d.until("it is being closed", func() bool { d.a.poll(); d.b.poll(); return m.shut.Load() })
 	d.traffic(50, func() { d.a.f.Arm() })
 	d.a.f.Deregister(before)
 	require.False(t, m.called.Load())
-	close(m.hold)
+	release()
 	d.a.freed(before)
 }
 
