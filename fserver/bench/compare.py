@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 from fserver import _loader, versions
+from fserver.command import command
 
 from . import report
 from .errors import BenchError
@@ -100,9 +101,10 @@ def _name(root: Path) -> str:
 def _run(way: str, folder: Path | None, variables: dict[str, str], args: list[str]) -> Rows:
     """Returns the rows of a round (none on the host of the servers); ends all its processes."""
     with tempfile.NamedTemporaryFile("r") as out:
-        command = [sys.executable, "-m", "fserver", "bench", *args, "--json", out.name]
+        words = ["bench", *args, "--json", out.name]
+        line = [sys.executable, "-m", "fserver", *words] if folder else command(*words)
         how: dict[str, Any] = {"stdout": subprocess.PIPE, "start_new_session": True, "text": True}
-        with subprocess.Popen(command, cwd=folder, env={**os.environ, **variables}, **how) as child:
+        with subprocess.Popen(line, cwd=folder, env={**os.environ, **variables}, **how) as child:
             try:
                 printed, reason = child.communicate(timeout=TIMEOUT)[0], ""
             except subprocess.TimeoutExpired:

@@ -4,6 +4,7 @@ import os
 import sys
 from typing import NoReturn
 
+from fserver.command import command
 from fserver.env import settings
 from fserver.errors import ConfigError
 from fserver.node import inherited
@@ -19,11 +20,10 @@ def become_launcher() -> NoReturn:
     if found["errors"]:
         raise ConfigError("\n".join(found["errors"]))
     count = {s["name"]: s["value"] for s in found["settings"]}
-    command = [sys.executable, "-m", "fserver", "run"]
-    command += ["--workers", count["DMLC_NUM_WORKER"]]
-    command += ["--servers", count["DMLC_NUM_SERVER"]]
-    command += ["--group-size", count["DMLC_GROUP_SIZE"]]
-    command += ["--", sys.executable, *sys.orig_argv[1:]]
+    words = command("run", "--workers", count["DMLC_NUM_WORKER"])
+    words += ["--servers", count["DMLC_NUM_SERVER"]]
+    words += ["--group-size", count["DMLC_GROUP_SIZE"]]
+    words += ["--", sys.executable, *sys.orig_argv[1:]]
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, command)
+    os.execv(sys.executable, words)

@@ -2,8 +2,9 @@
 
 import dataclasses
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
+
+from fserver.command import command
 
 # What the engine takes, and what a cluster has at most.
 MAX_GROUPS = 65535  # of a role
@@ -93,8 +94,8 @@ def plan(
     }
     processes = []
     if layout.host == 0:
-        command = (sys.executable, "-m", "fserver", "scheduler")
-        processes.append(Process("scheduler", 0, command, {"DMLC_ROLE": "scheduler", **cluster}))
+        env = {"DMLC_ROLE": "scheduler", **cluster}
+        processes.append(Process("scheduler", 0, tuple(command("scheduler")), env))
     given = {role: iter(of_role) for role, of_role in (gpus or {}).items()}
     for role, group in layout.groups():
         for i in range(layout.group_size):

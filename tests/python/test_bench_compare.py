@@ -160,7 +160,7 @@ ENDLESS = str(10**9 + os.getpid())  # iterations; no other run of the tests has 
 
 def of_round():
     """Whether there are processes of a round, which have this in their command."""
-    found = subprocess.run(["pgrep", "-f", f"fserver bench pingpong .*{ENDLESS}"])
+    found = subprocess.run(["pgrep", "-f", f" bench pingpong .*{ENDLESS}"])
     return found.returncode == 0
 
 

@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from fserver import Error, Scheduler, Server, Worker, env
+from fserver.command import command as again
 from fserver.run import gpus, output, roles
 from fserver.run.roles import Layout, inherited, plan
 
@@ -568,7 +570,7 @@ def test_dry_run_prints_commands_and_environment(tmp_path):
     assert [line.partition("]")[0] for line in lines] == [
         "[scheduler", "[worker 0", "[worker 1", "[server 0",
     ]  # fmt: skip
-    assert lines[0].endswith(f"{sys.executable} -m fserver scheduler")
+    assert lines[0].endswith(shlex.join(again("scheduler")))
     assert lines[1].startswith("[worker 0] DMLC_ROLE=worker DMLC_NODE_RANK=0 STEPMESH_GPU=0 ")
     assert " DMLC_PS_ROOT_URI=::1 DMLC_PS_ROOT_PORT=7000 " in lines[1]
     assert lines[2].endswith(f"{sys.executable} '{script}' --lr 3")
