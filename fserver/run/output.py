@@ -15,6 +15,7 @@ import re
 import select
 import shutil
 import time
+from collections.abc import Callable
 
 from . import tracebacks
 
@@ -26,9 +27,15 @@ LOG_LINE = re.compile(rb"\d{4}-\d\d-\d\dT\S+\t(DEBUG|INFO|WARN|ERROR)\t")
 
 
 class Screen:
-    """Where the lines go: file descriptors 1 and 2, which may be one terminal."""
+    """Where the lines go: file descriptors 1 and 2, which may be one terminal.
 
-    def __init__(self) -> None:
+    Args:
+        unread: whether lines are dropped when nobody reads them any more. Else that raises
+            BrokenPipeError.
+    """
+
+    def __init__(self, unread: Callable[[], bool] = lambda: False) -> None:
+        self._unread = unread
         self.tty = {fd: os.isatty(fd) for fd in (1, 2)}
         self._bar = False  # a progress bar stands in the last line
         self._raised: dict[str, float] = {}  # when an exception was printed last
@@ -50,12 +57,19 @@ class Screen:
         erase = self._bar and self.tty[fd]
         if erase:
             self._bar = False
-        write(fd, (ERASE if erase else b"") + b"".join(line + b"\n" for line in lines))
+        self._write(fd, (ERASE if erase else b"") + b"".join(line + b"\n" for line in lines))
 
     def bar(self, fd: int, text: bytes) -> None:
         if self.tty[fd]:
             self._bar = True
-            write(fd, ERASE + text)
+            self._write(fd, ERASE + text)
+
+    def _write(self, fd: int, data: bytes) -> None:
+        try:
+            write(fd, data)
+        except BrokenPipeError:
+            if not self._unread():
+                raise
 
     def printed(self, exception: str) -> None:
         """A traceback that ends with this exception has been printed."""

@@ -9,6 +9,8 @@
 - The launcher says first which process is the cause, then what it ends, and at last how the
   others ended. A traceback that a lost peer or the signal explains, or that is the same as
   that of the cause, is not printed: its last line is in the list of the others.
+- Where nobody reads the output any more, as after `| head`, all are killed; but what has begun to
+  end ends as it would, without output.
 - SIGINT, SIGTERM and SIGHUP are passed on to workers and servers, and SIGKILL
   follows when the grace is over, or at once with a second signal. The status is
   128 + n, or 0 if all of them took the signal for a request to end well.
@@ -39,7 +41,7 @@ LAST_WORDS = 1.0  # seconds that output is read for when every process has ended
 class Supervisor:
     def __init__(self, processes: list[Process], grace: float, several_hosts: bool) -> None:
         self._processes, self._grace, self._several_hosts = processes, grace, several_hosts
-        self._screen = Screen()
+        self._screen = Screen(self._unread)
         self._selector = selectors.DefaultSelector()
         self._children: list[Child] = []
         self._failures: list[Child] = []
@@ -67,7 +69,7 @@ class Supervisor:
                     self._read(left)
                 self._conclude()
                 return self._result()
-            except BrokenPipeError:  # nobody reads the output any more
+            except BrokenPipeError:  # nobody reads the output of a run that goes on
                 return 128 + signal.SIGPIPE
             finally:
                 for child in self._children:
@@ -91,6 +93,7 @@ class Supervisor:
     def _signals(self) -> Iterator[None]:
         """Signals interrupt the selector, and are acted on in the loop."""
         receive, send = os.pipe()
+        self._heard = receive
         os.set_blocking(receive, False)
         os.set_blocking(send, False)
         heard = [n for n in PASSED_ON if signal.getsignal(n) != signal.SIG_IGN]  # nohup
@@ -121,12 +124,9 @@ class Supervisor:
         whether there was any."""
         ready = self._selector.select(patience)
         for key, _ in ready:
-            data = os.read(key.fd, 1 << 16)
             if key.data is None:
-                for number in data:
-                    if number in PASSED_ON:
-                        self._pass_on(number)
-            elif data:
+                self._hear()
+            elif data := os.read(key.fd, 1 << 16):
                 key.data.feed(data)
             else:
                 self._selector.unregister(key.fileobj)
@@ -134,6 +134,17 @@ class Supervisor:
                 key.fileobj.close()
                 key.data.close()
         return bool(ready)
+
+    def _hear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for number in os.read(self._heard, 1 << 16):
+                if number in PASSED_ON:
+                    self._pass_on(number)
+
+    def _unread(self) -> bool:
+        """Whether the run goes on although nobody reads its output: Ctrl-C ends `| tee` too."""
+        self._hear()
+        return self._ending
 
     # -- decisions
 

@@ -71,8 +71,8 @@ class Run:
         return self
 
     def __exit__(self, *_) -> None:
-        self.popen.kill()
-        self.popen.communicate()
+        with self.popen:
+            self.popen.kill()
 
     def wait_for(self, *lines: str) -> list[str]:
         """Reads standard output until all these lines have come; returns all that came."""

@@ -56,6 +56,46 @@ def test_a_cause_that_ends_late_is_waited_for(tmp_path: Path):
     assert pids_away(err)[0] == "fserver run: worker 0 failed with status 1: KeyError: 'layer 3'"
 
 
+@pytest.mark.parametrize("speech", ["time.sleep(600)", "while True: print('x' * 1000)"])
+def test_a_signal_that_ends_the_reader_too_leaves_time_to_end(tmp_path: Path, speech: str):
+    """As Ctrl-C does in `fserver run |& tee log`."""
+    polite = f"""
+        import signal, sys, time
+        def end(*_):
+            time.sleep(0.5)
+            sys.exit(open({str(tmp_path / "saved")!r}, 'w').close())
+        signal.signal(signal.SIGINT, end)
+        print('ready', flush=True)
+        {speech}
+    """
+    with Run(("worker", 0, polite), stderr=subprocess.STDOUT) as run:
+        run.wait_for("[worker 0] ready")
+        run.popen.send_signal(signal.SIGINT)
+        run.popen.stdout.close()
+        assert run.popen.wait(BOUND) == 0
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_reader_that_leaves_a_run_that_has_failed(tmp_path: Path):
+    """The others have the time to end that they always have."""
+    saves = f"""
+        import signal, sys, time
+        def end(*_):
+            time.sleep(0.5)
+            sys.exit(open({str(tmp_path / "saved")!r}, 'w').close())
+        signal.signal(signal.SIGTERM, end)
+        print('ready', flush=True)
+        time.sleep(600)
+    """
+    fails = f"{meet(tmp_path, 2)}\nraise SystemExit(3)"
+    with Run(("worker", 0, saves), ("worker", 1, fails), stderr=subprocess.STDOUT) as run:
+        run.wait_for("[worker 0] ready")
+        run.popen.stdout.close()
+        (tmp_path / "read").touch()  # worker 1 fails when two are there
+        assert run.popen.wait(BOUND) == 3
+    assert (tmp_path / "saved").exists()
+
+
 def test_an_error_from_a_lost_peer_is_no_cause(tmp_path: Path):
     ready = meet(tmp_path, 2)
     chained = f"""
