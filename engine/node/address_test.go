@@ -1,6 +1,9 @@
 package node
 
 import (
+	"net"
+	"net/netip"
+	"os"
 	"strings"
 	"testing"
 
@@ -92,6 +95,67 @@ func TestAddress(t *testing.T) {
 		got, err := address(settingsOf(t, "DMLC_PS_ROOT_URI=10.0.0.9 DMLC_INTERFACE="+name))
 		require.NoError(t, err)
 		require.Contains(t, list, got)
+	}
+}
+
+// TestOwnAddress: of the addresses of a name, a node takes one of its host, and loopback last.
+func TestOwnAddress(t *testing.T) {
+	here := []netip.Prefix{}
+	for _, p := range []string{"127.0.0.1/8", "::1/128", "10.0.0.5/24", "fd00::5/64", "fe80::5/64"} {
+		here = append(here, netip.MustParsePrefix(p))
+	}
+	for found, want := range map[string]string{
+		"10.0.0.5":                   "10.0.0.5",
+		"127.0.1.1":                  "127.0.1.1", // of /etc/hosts in Debian
+		"127.0.1.1 10.0.0.5":         "10.0.0.5",
+		"::1 127.0.1.1 fe80::5":      "fe80::5",
+		"fe80::5%eth0 fd00::5":       "fd00::5",
+		"fd00::5 10.0.0.5":           "10.0.0.5",
+		"::ffff:10.0.0.5":            "10.0.0.5",
+		"10.0.0.4 10.0.0.5 10.0.0.6": "10.0.0.5", // of all pods of a service
+		"10.0.0.4 fd00::4 127.0.1.1": "127.0.1.1",
+		"10.0.0.4 fd00::4":           "invalid IP",
+		"":                           "invalid IP",
+	} {
+		var list []netip.Addr
+		for _, a := range strings.Fields(found) {
+			list = append(list, netip.MustParseAddr(a))
+		}
+		require.Equal(t, want, ownAddress(list, here).String(), found)
+	}
+}
+
+// TestOnlyHere: where a name means loopback, other hosts cannot connect, and a node that takes connections says so.
+func TestOnlyHere(t *testing.T) {
+	for _, c := range []struct{ settings, host, want string }{
+		{"DMLC_PS_ROOT_URI=a", "127.0.1.1", "a is 127.0.1.1 here, so other hosts cannot connect "},
+		{"DMLC_PS_ROOT_URI=a DMLC_NODE_HOST=b", "127.0.1.1", "b is 127.0.1.1 here, so other hosts cannot connect "},
+		{"DMLC_PS_ROOT_URI=a DMLC_ROLE=scheduler DMLC_INTERFACE=eth0", "127.0.1.1", "a is 127.0.1.1 here"},
+		{"DMLC_PS_ROOT_URI=a DMLC_INTERFACE=lo", "127.0.0.1", ""},
+		{"DMLC_PS_ROOT_URI=a", "10.0.0.5", ""},
+		{"DMLC_PS_ROOT_URI=a DMLC_NODE_HOST=localhost", "127.0.0.1", ""},
+		{"DMLC_PS_ROOT_URI=127.0.1.1", "127.0.0.1", ""},
+		{"", "127.0.0.1", ""},
+	} {
+		why := onlyHere(settingsOf(t, c.settings), c.host)
+		require.Equal(t, c.want != "", why != "", c.settings)
+		require.True(t, strings.HasPrefix(why, c.want), why)
+	}
+}
+
+// TestOwnHost: an address stays as it is, and so does a name that nobody knows.
+func TestOwnHost(t *testing.T) {
+	for _, name := range []string{"10.9.9.9", "::", "0.0.0.0", "localhost", "LOCALHOST", "nobody.invalid"} {
+		got, err := ownHost(settingsOf(t, ""), name)
+		require.NoError(t, err)
+		require.Equal(t, name, got)
+	}
+	name, err := os.Hostname()
+	require.NoError(t, err)
+	if got, err := ownHost(settingsOf(t, ""), name); err == nil && got != name { // it can be resolved
+		l, err := net.Listen("tcp", net.JoinHostPort(got, "0"))
+		require.NoError(t, err)
+		require.NoError(t, l.Close())
 	}
 }
 

@@ -207,10 +207,10 @@ func openBase(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.Fa
 	}
 	switch {
 	case cfg.Role == conf.Scheduler:
-		e.Listen, e.Bind = cfg.Scheduler(), ""
-		if cfg.NodeHost != "" {
-			e.Listen = net.JoinHostPort(cfg.NodeHost, fmt.Sprint(cfg.SchedulerPort))
+		if host, err = schedulerAddress(cfg); err != nil {
+			return nil, err
 		}
+		e.Listen, e.Bind = net.JoinHostPort(host, fmt.Sprint(cfg.SchedulerPort)), ""
 	case err != nil:
 		return nil, err
 	case cfg.Role == conf.Server:
@@ -219,6 +219,9 @@ func openBase(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.Fa
 	f, err := openWhenFree(e)
 	if err != nil {
 		return nil, err
+	}
+	if why := onlyHere(cfg, host); why != "" {
+		log.Warn(why)
 	}
 	at := location(f.Addr())
 	if h, _, _ := net.SplitHostPort(at); h != "" && !cfg.Secret.IsSet() && !cfg.TLS && !conf.Loopback(h) {

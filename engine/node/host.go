@@ -1,6 +1,7 @@
 package node
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -53,11 +54,15 @@ type hostDescription struct {
 	Rails  []topo.Rail       `json:"auto_rails"` // each interface, and whether auto uses it
 	Listen string            `json:"listen"`
 	NoAddr string            `json:"listen_error"`
-	NoGPU  string            `json:"gpu_error"`       // of settings that demand one
-	NoWay  string            `json:"transport_error"` // of settings that name a transport
-	Lost   []string          `json:"device_errors"`   // of devices of that transport; others work
-	Engine map[string]any    `json:"engine"`
-	Ways   []foundWay        `json:"transports"`
+	Hidden string            `json:"listen_warning"` // why other hosts cannot connect
+	// Where the scheduler that runs in this process or is started by it listens; empty: there is none.
+	Scheduler   string         `json:"scheduler_listen"`
+	NoScheduler string         `json:"scheduler_error"`
+	NoGPU       string         `json:"gpu_error"`       // of settings that demand one
+	NoWay       string         `json:"transport_error"` // of settings that name a transport
+	Lost        []string       `json:"device_errors"`   // of devices of that transport; others work
+	Engine      map[string]any `json:"engine"`
+	Ways        []foundWay     `json:"transports"`
 }
 
 type gpuPath struct {
@@ -94,10 +99,25 @@ func DescribeHost(settings []string) ([]byte, error) {
 		if d.Listen, err = address(cfg); err != nil {
 			d.NoAddr = err.Error()
 		}
+		d.Hidden = onlyHere(cfg, d.Listen)
+		d.schedules(cfg)
 	}
 	d.try(cfg)
 	d.Auto, d.Rails = choose(h, cfg, d.Listen), railsAt(h, cfg, d.Listen)
 	return json.Marshal(d)
+}
+
+// schedules fills what concerns a scheduler.
+func (d *hostDescription) schedules(cfg *conf.Config) {
+	if cfg.Role != conf.Scheduler && cfg.Role != conf.Joint && !cfg.HostScheduler {
+		return
+	}
+	at, err := schedulerAddress(cfg)
+	if err != nil {
+		d.NoScheduler = err.Error()
+		return
+	}
+	d.Scheduler, d.Hidden = at, cmp.Or(onlyHere(cfg, at), d.Hidden)
 }
 
 // settled is what the settings say. If they do not describe a process of a cluster, whole is false, and they count as

@@ -91,10 +91,15 @@ def _interfaces(of: dict[str, str], host: dict[str, Any]) -> Iterator[Check]:
 
 def _addresses(of: dict[str, str], role: str, host: dict[str, Any]) -> Iterator[Check]:
     at, port = of["DMLC_PS_ROOT_URI"], int(of["DMLC_PS_ROOT_PORT"] or 0)
-    hosted = of["FSERVER_HOST_SCHEDULER"] == "1"
-    if role in ("scheduler", "joint") or hosted:
-        own = of["DMLC_NODE_HOST"] if role == "scheduler" else ""
-        yield _free("scheduler port", own or at, port, "DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT")
+    if host["listen_warning"]:
+        text, _, remedy = host["listen_warning"].rstrip(")").rpartition(" (")
+        yield Check("address", "note", text, remedy)
+    settings = "DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"
+    if host["scheduler_error"]:
+        remedy = f"set {settings} to an address of this host and a free port"
+        yield refused("scheduler port", host["scheduler_error"], remedy, fatal=True)
+    elif host["scheduler_listen"]:
+        yield _free("scheduler port", host["scheduler_listen"], port, settings)
     else:
         yield _resolves(at, port)
     if role == "scheduler":

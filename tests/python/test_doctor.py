@@ -585,6 +585,22 @@ def test_shared_memory_that_is_forbidden(doctor: Doctor, monkeypatch: pytest.Mon
     assert "memfd_create fails: " in check["text"] and "seccomp" in check["remedy"]
 
 
+def test_names_that_are_not_of_this_host() -> None:
+    of = {"DMLC_PS_ROOT_URI": "a", "DMLC_PS_ROOT_PORT": "7000", "FSERVER_HOST_SCHEDULER": "0"}
+    host = {
+        "listen_warning": "a is 127.0.1.1 here (correct /etc/hosts)",
+        "scheduler_error": "node: DMLC_PS_ROOT_URI=a is 10.0.0.4 (start it there)",
+        "scheduler_listen": "",
+    }
+    note, no = described._addresses(of, "scheduler", host)
+    assert (note.state, note.text) == ("note", "a is 127.0.1.1 here")
+    assert note.remedy == "correct /etc/hosts"
+    assert (no.name, no.fatal, no.remedy) == ("scheduler port", True, "start it there")
+    host |= {"listen_warning": "", "scheduler_error": "", "scheduler_listen": "127.0.0.1"}
+    (free,) = described._addresses({**of, "DMLC_PS_ROOT_PORT": "0"}, "scheduler", host)
+    assert free.text == "this process can listen on 127.0.0.1:any free port"
+
+
 def test_an_open_cluster_is_noted() -> None:
     of = {"FSERVER_SECRET": "", "FSERVER_SECRET_FILE": ""}
     (check,) = described._secret(of, {"listen": "10.0.0.9"})
