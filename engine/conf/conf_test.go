@@ -518,7 +518,19 @@ func TestTLS(t *testing.T) {
 
 func TestHeartbeat(t *testing.T) {
 	require.Equal(t, `conf: PS_HEARTBEAT_TIMEOUT is 10s and PS_HEARTBEAT_INTERVAL is 20s: want the time-out to be longer (0 turns either off)`,
-		bad(t, with("PS_HEARTBEAT_INTERVAL=20")...))
+		bad(t, with("PS_HEARTBEAT_INTERVAL=20", "PS_HEARTBEAT_TIMEOUT=10")...))
+	for given, want := range map[string][2]time.Duration{
+		"PS_HEARTBEAT_INTERVAL=15":  {15 * time.Second, 150 * time.Second},
+		"PS_HEARTBEAT_INTERVAL=0.1": {100 * time.Millisecond, 10 * time.Second},
+		"PS_HEARTBEAT_INTERVAL=0":   {0, 10 * time.Second},
+		"PS_HEARTBEAT_TIMEOUT=1":    {250 * time.Millisecond, time.Second},
+		"PS_HEARTBEAT_TIMEOUT=30":   {time.Second, 30 * time.Second},
+		"PS_HEARTBEAT_TIMEOUT=0":    {time.Second, 0},
+		"PS_HEARTBEAT_INTERVAL=":    {time.Second, 10 * time.Second},
+	} {
+		c := good(t, with(given)...)
+		require.Equal(t, want, [2]time.Duration{c.HeartbeatInterval, c.HeartbeatTimeout}, given)
+	}
 	require.Zero(t, good(t, with("PS_HEARTBEAT_INTERVAL=20", "PS_HEARTBEAT_TIMEOUT=0")...).HeartbeatTimeout)
 	require.Zero(t, good(t, with("PS_HEARTBEAT_INTERVAL=0")...).HeartbeatInterval)
 }

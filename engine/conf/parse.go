@@ -192,8 +192,19 @@ func (p *parser) finish() {
 	p.secret()
 	p.tls()
 	p.transport()
+	p.heartbeats()
+}
+
+// heartbeats derives the one of the two settings that is not given from the other.
+func (p *parser) heartbeats() {
 	c := &p.cfg
-	if c.HeartbeatInterval > 0 && c.HeartbeatTimeout > 0 && c.HeartbeatTimeout <= c.HeartbeatInterval {
+	interval, timeout := p.source["PS_HEARTBEAT_INTERVAL"] != "", p.source["PS_HEARTBEAT_TIMEOUT"] != ""
+	switch {
+	case interval && !timeout:
+		c.HeartbeatTimeout = max(c.HeartbeatTimeout, 10*c.HeartbeatInterval)
+	case timeout && !interval && c.HeartbeatTimeout > 0:
+		c.HeartbeatInterval = min(c.HeartbeatInterval, c.HeartbeatTimeout/4)
+	case c.HeartbeatInterval > 0 && c.HeartbeatTimeout > 0 && c.HeartbeatTimeout <= c.HeartbeatInterval:
 		p.fail("PS_HEARTBEAT_TIMEOUT is %v and PS_HEARTBEAT_INTERVAL is %v: want the time-out to be longer (0 turns either off)",
 			c.HeartbeatTimeout, c.HeartbeatInterval)
 	}
