@@ -49,11 +49,17 @@ type GPU struct {
 // Opener finds the GPU with an index, as CUDA counts.
 type Opener func(index int) (Device, error)
 
+// IndexError says that CUDA shows GPUs to the process, but none with the index that is asked for.
+type IndexError struct{ *transport.ErrUnavailable }
+
+// Unwrap returns the ErrUnavailable.
+func (e *IndexError) Unwrap() error { return e.ErrUnavailable }
+
 // opened is the GPUs of this process by their index. Their contexts are never given back: receive
 // buffers may outlive their node.
 var opened sync.Map
 
-// Open holds a GPU. Without a driver or that GPU it is an ErrUnavailable.
+// Open holds a GPU. Without a driver or that GPU it is an ErrUnavailable, which is an IndexError if there are others.
 func Open(index int) (Device, error) {
 	if d, ok := opened.Load(index); ok {
 		return d.(*cuda.Device), nil
@@ -75,11 +81,17 @@ func Find(index int) (Device, error) {
 		return nil, &transport.ErrUnavailable{Transport: "gpu", Reason: err.Error(), Remedy: "install an NVIDIA driver for CUDA 11.7 or later, or set STEPMESH_BACKEND=CPU"}
 	}
 	n, err := cuda.Count()
-	if err == nil && index >= n {
-		err = fmt.Errorf("gpu %d: CUDA shows %d GPUs", index, n)
+	if err == nil && index < n {
+		return nil, nil
 	}
+	no := &transport.ErrUnavailable{Transport: "gpu", Remedy: "STEPMESH_GPU counts from 0 among CUDA_VISIBLE_DEVICES"}
 	if err != nil {
-		return nil, &transport.ErrUnavailable{Transport: "gpu", Reason: err.Error(), Remedy: "check STEPMESH_GPU and CUDA_VISIBLE_DEVICES"}
+		no.Reason = err.Error()
+		return nil, no
 	}
-	return nil, nil
+	no.Reason = fmt.Sprintf("gpu %d: CUDA shows %d GPUs", index, n)
+	if n == 0 {
+		return nil, no
+	}
+	return nil, &IndexError{no}
 }

@@ -50,7 +50,11 @@ func openGPU(cfg *conf.Config, find gpu.Opener, log *zap.Logger) (*card, error) 
 		}
 		return nil, badSetting("FSERVER_TRANSPORT=%s: %v", named.Name, err)
 	}
-	log.Debug("tensors are on the CPU", zap.Error(err))
+	level := zap.DebugLevel
+	if errors.As(err, new(*gpu.IndexError)) { // there are GPUs: this is hardly what was meant
+		level = zap.WarnLevel
+	}
+	log.Log(level, "tensors are on the CPU", zap.Error(err))
 	return nil, nil
 }
 

@@ -12,12 +12,15 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+	"go.uber.org/zap/zaptest/observer"
 
 	"fserver/cshim/cuda"
 	"fserver/engine/exchange"
 	"fserver/engine/gpu"
 	"fserver/engine/gpu/fakegpu"
 	"fserver/engine/mem"
+	"fserver/engine/transport"
 )
 
 // gpuTensor is n bytes of a GPU.
@@ -37,6 +40,23 @@ func contents(t *testing.T, g *fakegpu.GPU, s mem.Span) []byte {
 	b := make([]byte, s.Len)
 	require.NoError(t, fakegpu.Memory{G: g}.Load(b, s))
 	return b
+}
+
+// TestHiddenGPU: a node whose GPU is not among those that CUDA shows warns that its tensors are on the CPU. Where there is
+// no GPU, nobody meant one.
+func TestHiddenGPU(t *testing.T) {
+	no := &transport.ErrUnavailable{Transport: "gpu", Reason: "gpu 3: CUDA shows 1 GPUs", Remedy: "see STEPMESH_GPU"}
+	cfg := settingsOf(t, "")
+	for err, want := range map[error]zapcore.Level{no: zap.DebugLevel, &gpu.IndexError{ErrUnavailable: no}: zap.WarnLevel} {
+		core, logs := observer.New(zap.DebugLevel)
+		g, failed := openGPU(cfg, func(int) (gpu.Device, error) { return nil, err }, zap.New(core))
+		require.NoError(t, failed)
+		require.Nil(t, g)
+		require.Equal(t, want, logs.All()[0].Level)
+		require.Contains(t, fmt.Sprint(logs.All()[0].ContextMap()), "CUDA shows 1 GPUs (see STEPMESH_GPU)")
+	}
+	_, err := openGPU(settingsOf(t, "FSERVER_TRANSPORT=cudaipc"), func(int) (gpu.Device, error) { return nil, &gpu.IndexError{ErrUnavailable: no} }, zap.NewNop())
+	require.ErrorContains(t, err, visible)
 }
 
 // TestGPUTensors moves tensors of a GPU between two nodes over each transport, from
