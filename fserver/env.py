@@ -8,7 +8,7 @@ from collections.abc import Set
 from typing import Any
 
 from fserver import _loader
-from fserver.node import inherited
+from fserver.node import merged
 
 WIDTH = 100
 
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         if "=" not in argument:
             parser.error("an argument has no '=': want NAME=VALUE")  # not shown: maybe a secret
     arguments = dict(argument.split("=", 1) for argument in options.arguments)
-    found = settings({**inherited(), **arguments}, set(arguments))
+    found = settings(merged(arguments), set(arguments))
     of = {s["name"]: s for s in found["settings"]}
     if of["DMLC_ROLE"]["origin"] == "default":
         missing = found["missing"]

@@ -62,6 +62,28 @@ def inherited() -> dict[str, str]:
     return {**others, **environment(), **({"CUDA_VISIBLE_DEVICES": visible} if visible else {})}
 
 
+# A setting of the environment that gives way to an argument for one of the others.
+_GIVES_WAY = {
+    "DMLC_NODE_HOST": ("DMLC_INTERFACE",),
+    "DMLC_INTERFACE": ("DMLC_NODE_HOST",),
+    "DMLC_LOCAL": ("DMLC_PS_ROOT_URI", "DMLC_NODE_HOST", "DMLC_INTERFACE"),
+}
+_LOCAL = ("127.", "::1", "localhost")
+
+
+def merged(arguments: Mapping[str, str]) -> dict[str, str]:
+    """Returns what a node takes from arguments and from the environment. Arguments take precedence,
+    also over another setting of the environment that would leave them without effect."""
+    values = {**inherited(), **arguments}
+    for name, others in _GIVES_WAY.items():
+        given = [arguments[other] for other in others if arguments.get(other)]
+        if name == "DMLC_LOCAL":  # which agrees with these
+            given = [at for at in given if at != "lo" and not at.lower().startswith(_LOCAL)]
+        if given and name not in arguments:
+            values[name] = ""
+    return values
+
+
 def split_address(scheduler: str) -> tuple[str, str]:
     """Returns host and port of ``"host:port"``."""
     host, colon, port = scheduler.rpartition(":")
@@ -177,16 +199,12 @@ class Node:
         connect: bool = True,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _VARIABLES}
-        merged = inherited()
-        merged.update({name: _text(value) for name, value in (settings or {}).items()})
-        merged.update(
-            {_VARIABLES[name]: _text(value) for name, value in given.items() if value is not None}
-        )
-        if interface is not None and host is None and "DMLC_NODE_HOST" not in (settings or {}):
-            merged["DMLC_NODE_HOST"] = ""  # that of the environment
+        arguments = {name: _text(value) for name, value in (settings or {}).items()}
+        arguments |= {_VARIABLES[name]: _text(v) for name, v in given.items() if v is not None}
         if scheduler is not None:
-            merged["DMLC_PS_ROOT_URI"], merged["DMLC_PS_ROOT_PORT"] = split_address(scheduler)
-        self._open(merged)
+            at, root_port = split_address(scheduler)
+            arguments |= {"DMLC_PS_ROOT_URI": at, "DMLC_PS_ROOT_PORT": root_port}
+        self._open(merged(arguments))
         if connect:
             self.connect()
 

@@ -36,7 +36,8 @@ func page() string {
 <!-- Generated from the table in engine/conf: go test ./engine/conf -run TestSettingsPage -update -->
 
 Every setting is an environment variable. Most are also arguments of ` + "`Worker`, `Server` and `Scheduler`" + ` ([API](api/fserver.md)),
-and ` + "`settings={...}`" + ` there takes all of them by name. An argument takes precedence over the environment.
+and ` + "`settings={...}`" + ` there takes all of them by name. An argument takes precedence over the environment,
+also over another setting there that would leave it without effect.
 
 ` + "```sh\nfserver env --set                      # the settings that are set, and where each comes from\nfserver env FSERVER_TRANSPORT=tcp      # tries a value\n```" + `
 

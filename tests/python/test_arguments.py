@@ -14,6 +14,7 @@ from nodes import LIMIT, Cluster, open_cluster
 
 import fserver
 from fserver import _loader, env
+from fserver.node import merged
 
 X = torch.zeros(4, 6)
 
@@ -671,6 +672,37 @@ def test_an_argument_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch
         assert server.address.startswith("127.0.0.1")
     with pytest.raises(fserver.Error, match=r"192\.0\.2\.7"):
         fserver.Server(scheduler="127.0.0.1:7000", connect=False)
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "effect"),
+    [
+        ("DMLC_INTERFACE=auto", {"DMLC_NODE_HOST": "10.0.0.1"}, "DMLC_INTERFACE="),
+        ("DMLC_NODE_HOST=10.0.0.1", {"DMLC_INTERFACE": "eth0"}, "DMLC_NODE_HOST="),
+        ("DMLC_INTERFACE=auto", {"DMLC_NODE_HOST": ""}, "DMLC_INTERFACE=auto"),
+        ("DMLC_INTERFACE=auto", {"DMLC_PS_ROOT_URI": "10.0.0.2"}, "DMLC_INTERFACE=auto"),
+        ("DMLC_LOCAL=1", {"DMLC_PS_ROOT_URI": "10.0.0.2"}, "DMLC_LOCAL="),
+        ("DMLC_LOCAL=1", {"DMLC_NODE_HOST": "me"}, "DMLC_LOCAL="),
+        ("DMLC_LOCAL=1", {"DMLC_PS_ROOT_URI": "127.0.0.1"}, "DMLC_LOCAL=1"),
+        ("DMLC_LOCAL=1", {"DMLC_PS_ROOT_URI": "10.0.0.2", "DMLC_LOCAL": "1"}, "DMLC_LOCAL=1"),
+        ("DMLC_LOCAL=1", {"DMLC_NUM_WORKER": "2"}, "DMLC_LOCAL=1"),
+    ],
+)
+def test_an_argument_has_effect(
+    monkeypatch: pytest.MonkeyPatch, environment: str, arguments: dict[str, str], effect: str
+) -> None:
+    """Another setting of the environment does not take it away."""
+    monkeypatch.setenv(*environment.split("="))
+    name, _, value = effect.partition("=")
+    assert merged(arguments)[name] == value
+
+
+def test_a_host_goes_before_an_interface_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DMLC_INTERFACE", "auto")
+    with pytest.raises(fserver.Error, match=r"192\.0\.2\.7"):
+        fserver.Server(scheduler="127.0.0.1:7000", host="192.0.2.7", connect=False)
 
 
 def test_address_that_is_not_of_this_host() -> None:
