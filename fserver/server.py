@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fserver.errors import ClosedError, ConfigError
+from fserver.errors import ClosedError, ConfigError, Error
 from fserver.node import Node, Scheduler, split_address
 
 if TYPE_CHECKING:
@@ -85,6 +85,10 @@ class Server(Node):
         """
         try:
             super().stop()
+        except BaseException as error:
+            if self._hosted is not None and not isinstance(error, Error):
+                self._hosted.close()  # a KeyboardInterrupt is not to wait for the others again
+            raise
         finally:
             if self._hosted is not None:
                 self._hosted.stop()

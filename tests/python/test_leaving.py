@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +95,22 @@ def test_server_that_hosts_the_scheduler(child: MakeChild, way: str) -> None:
         assert server.get() == "dropped"
         server.put("")
     server.end()
+
+
+def test_an_interrupt_is_not_waited_for_twice() -> None:
+    """Of a server that hosts the scheduler, while its worker stays."""
+    hosts: dict[str, Any] = {"scheduler": "127.0.0.1:0", "host_scheduler": True, **OPTIONS}
+    server = fserver.Server(**hosts, connect=False)
+    ready = in_thread(server.connect)
+    worker = fserver.Worker(scheduler=server.scheduler, **OPTIONS)
+    ready.result(LIMIT)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        server.stop()
+    assert time.monotonic() - begin < 10  # the limit of each is 30 s
+    server.close()
+    worker.close()
 
 
 def test_a_program_that_ends(tmp_path: Any) -> None:
