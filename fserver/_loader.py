@@ -33,7 +33,7 @@ os.register_at_fork(after_in_child=_renew)
 
 
 class LoadError(Error, ImportError):
-    """The extension is missing or is for another Python, or it has no adapter for this torch."""
+    """The extension is missing, damaged or for another Python, or has no adapter for this torch."""
 
 
 def engine() -> ModuleType:
@@ -229,6 +229,8 @@ def _import(name: str) -> ModuleType:
                 f"fserver: the extension needs lazy binding, but LD_BIND_NOW is set: {error} "
                 "(unset LD_BIND_NOW)"
             ) from error
-        raise
+        raise LoadError(
+            f"fserver: the extension cannot be loaded: {error} ({_remedy(_PACKAGE)})"
+        ) from error
     finally:
         sys.setdlopenflags(flags)

@@ -7,19 +7,22 @@ import argparse
 import sys
 from pathlib import Path
 
+from fserver import _loader
 from fserver._torch import cache
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fserver._torch", description=__doc__)
     parser.parse_args()
-
-    import torch
-
     try:
-        print(cache.compiled(torch.__version__, Path(torch.__file__).parent, again=True))
+        torch, version = _loader._torch()
+    except _loader.LoadError as error:
+        print(error, file=sys.stderr)
+        return 1
+    try:
+        print(cache.compiled(version, Path(str(torch.__file__)).parent, again=True))
     except cache.CompileError as error:
-        print(f"fserver: adapter for torch {torch.__version__}: {error}", file=sys.stderr)
+        print(f"fserver: adapter for torch {version}: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -527,6 +527,22 @@ def test_a_torch_that_cannot_be_used(tmp_path: Path, kind: str, code: str) -> No
     assert re.match("fserver._loader.LoadError: ", last) and re.search(text, last), done.stderr
 
 
+@pytest.mark.parametrize("kind", TORCHES)
+def test_no_adapter_is_compiled_for_it(tmp_path: Path, kind: str) -> None:
+    source, text = TORCHES[kind]
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text(source)
+    done = subprocess.run(
+        [sys.executable, "-m", "fserver._torch"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and re.search(text, line)
+
+
 def test_what_needs_no_torch(tmp_path: Path) -> None:
     """Beside a torch that cannot be imported."""
     (tmp_path / "torch").mkdir()
@@ -588,16 +604,29 @@ def test_help_compiles_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_command_without_an_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_command_without_an_engine(tmp_path: Path, damaged: bool) -> None:
     ignored = shutil.ignore_patterns("_C*.so", "lib", "include", "__pycache__")
     shutil.copytree(ROOT / "fserver", tmp_path / "fserver", ignore=ignored)
-    done = subprocess.run(
-        [sys.executable, "-m", "fserver", "env"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1 and "it has not been built" in done.stderr
+    if damaged:
+        (tmp_path / "fserver" / EXTENSION).write_bytes(b"garbage" * 1000)
+    why = "invalid ELF header" if damaged else "it has not been built"
+
+    def fails(*words: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "fserver", *words],
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        return done
+
+    for words in (["env"], ["scheduler"]):
+        (line,) = fails(*words).stderr.splitlines()
+        assert why in line and "pip install" in line
+    report = fails("doctor").stdout
+    assert re.search(r"^  no +engine ", report, re.MULTILINE) and why in " ".join(report.split())
