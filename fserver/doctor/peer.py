@@ -68,15 +68,14 @@ def _reach(report: Report, title: str, found: dict[str, Any], host: str, port: i
     for family, kind, _, _, at in all_:
         one: dict[str, object] = {"address": at[0], "connect_us": None, "error": ""}
         found["addresses"].append(one)
-        with socket.socket(family, kind) as sock:
-            sock.settimeout(CONNECT_LIMIT)
-            begin = time.monotonic_ns()
-            try:
-                sock.connect(at)
-            except OSError as e:
-                one["error"] = e.strerror or str(e)
-                failed.append((at[0], e))
-                continue
+        begin = time.monotonic_ns()
+        try:
+            sock = _connect(family, kind, at)
+        except OSError as e:
+            one["error"] = e.strerror or str(e)
+            failed.append((at[0], e))
+            continue
+        with sock:
             one["connect_us"] = round((time.monotonic_ns() - begin) / 1000, 1)
             report.add(title, Check("reach", "yes", f"{at[0]} port {port} accepts connections"))
             if not first:
@@ -89,6 +88,17 @@ def _reach(report: Report, title: str, found: dict[str, Any], host: str, port: i
     return first
 
 
+def _connect(family: int, kind: int, at: Any) -> socket.socket:
+    sock = socket.socket(family, kind)
+    try:
+        sock.settimeout(CONNECT_LIMIT)
+        sock.connect(at)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
 def _remedy(e: OSError) -> str:
     if isinstance(e, TimeoutError):
         return "no answer: check that the host is up and that no firewall drops this port"
@@ -96,6 +106,8 @@ def _remedy(e: OSError) -> str:
         return "nothing listens on this port: start the scheduler, or `fserver doctor --listen`"
     if e.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
         return "no route: check the address, `ip route get` and the firewall"
+    if e.errno == errno.EAFNOSUPPORT:
+        return "this kernel has no such addresses: give one of the other family, IPv4 or IPv6"
     return "check the address and the network between the hosts"
 
 

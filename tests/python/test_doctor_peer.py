@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -24,8 +25,9 @@ from nodes import LIMIT, Cluster, eventually
 from reports import Doctor, line, states
 
 import fserver
-from fserver.doctor import listen, pair, protocol
+from fserver.doctor import listen, pair, peer, protocol
 from fserver.doctor.protocol import Channel, Type
+from fserver.doctor.report import Report
 
 SECRET = "a secret of decent length"
 
@@ -78,6 +80,29 @@ def test_peer(
     assert 0 < peer["latency_us"]["p50"] <= peer["latency_us"]["p99"]
     assert peer["bandwidth_gb_s"]["out"] > 0 and peer["bandwidth_gb_s"]["in"] > 0
     assert [a["error"] for a in peer["addresses"]] == [""]
+
+
+def test_a_kernel_without_ipv6(
+    doctor: Doctor, listener: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = listener("")
+    both = [(socket.AF_INET6, ("::1", 0, 0, 0)), (socket.AF_INET, ("127.0.0.1", int(at[10:])))]
+    resolved = [(family, socket.SOCK_STREAM, 0, "", address) for family, address in both]
+    real = socket.socket
+
+    def kernel(family: int = -1, *rest: Any, **how: Any) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+        return real(family, *rest, **how)
+
+    monkeypatch.setattr("fserver.doctor.peer.names.resolve", lambda *_: resolved)
+    monkeypatch.setattr("fserver.doctor.peer.socket.socket", kernel)
+    report = Report()
+    found: dict[str, Any] = {}
+    assert peer._reach(report, "Path", found, "here", int(at[10:])) == "127.0.0.1"
+    failed = report.sections["Path"][-1]
+    assert (failed.name, failed.state) == ("reach", "note") and "not supported" in failed.text
+    assert "this kernel has no such addresses" in failed.remedy
 
 
 def test_tensors_with_wrong_bytes(
