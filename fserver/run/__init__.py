@@ -45,7 +45,8 @@ tracebacks of processes that failed because they lost a peer, that raised the sa
 or that Ctrl-C interrupted: it prints their last line and the place in your program. The
 launcher forwards SIGINT, SIGTERM and SIGHUP to the workers and servers. After the last
 worker has ended successfully, the launcher ends the servers that are still running. In a
-run over several hosts it waits for them.
+run over several hosts it waits for them. If SIGKILL ends the launcher, the kernel ends its
+processes, but not what these have started.
 
 Limits: {MAX_GROUPS} groups of a role, {MAX_GROUP_SIZE} processes in a group, and
 {MAX_PROCESSES} workers and servers in total."""
@@ -59,7 +60,8 @@ def main(argv: list[str]) -> int:
     commands = _commands(parser, options)
     with _scheduler(parser, options) as scheduler:
         dealt = deal(layout, _named(options), _base(parser), seen(os.environ))
-        processes = plan(layout, scheduler, commands, _common(options), dealt)
+        common = {**_common(options), **_port(layout)}
+        processes = plan(layout, scheduler, commands, common, dealt)
         if not processes:
             parser.error(
                 f"--nnodes {layout.hosts}: there are only {layout.workers + layout.servers} "
@@ -248,6 +250,21 @@ def _common(options: argparse.Namespace) -> dict[str, str]:
     if "PYTHONUNBUFFERED" not in os.environ:
         common["PYTHONUNBUFFERED"] = "1"
     return common
+
+
+def _port(layout: Layout) -> dict[str, str]:
+    """Takes DMLC_PORT of the environment away from several servers, and says so."""
+    port = os.environ.get("DMLC_PORT", "").strip()
+    servers = sum(role == "server" for role, _ in layout.groups()) * layout.group_size
+    if servers < 2 or port in ("", "0"):
+        return {}
+    print(
+        f"fserver run: DMLC_PORT={port[:100]} has no effect: the {servers} servers of this host "
+        "cannot share a port, so each has a free one",
+        file=sys.stderr,
+        flush=True,
+    )
+    return {"DMLC_PORT": ""}
 
 
 def count(most: int = sys.maxsize) -> Callable[[str], int]:

@@ -577,6 +577,14 @@ def test_dry_run_prints_commands_and_environment(tmp_path):
     assert "SECRET" not in done.stdout
 
 
+def test_several_servers_do_not_share_a_port(monkeypatch):
+    monkeypatch.setenv("DMLC_PORT", "7001")
+    for servers in ("1", "2"):
+        done = fserver("run", "--dry-run", "--servers", servers, "--", "true")
+        assert (" DMLC_PORT='' " in done.stdout) == (servers == "2")
+        assert ("DMLC_PORT=7001 has no effect: the 2 servers" in done.stderr) == (servers == "2")
+
+
 def test_dry_run_shows_no_secret_and_no_port_by_luck():
     done = fserver("run", "--dry-run", "--", "true")
     assert "DMLC_PS_ROOT_PORT='<free>'" in done.stdout
