@@ -162,7 +162,7 @@ def source(tree: Path) -> None:
 
 def extension(package: Path) -> None:
     """Builds the extension and its adapters into a package folder."""
-    torches = needs.need_all()
+    torches, workers = needs.need_all(), needs.jobs()
     with _lock():
         # The extension holds the source of the channel's kernels for NVRTC. A compiler takes no
         # literal above 64 KiB, but any number of them side by side.
@@ -180,7 +180,6 @@ def extension(package: Path) -> None:
         jobs: list[Callable[[], Path]] = [partial(_adapter, *torch) for torch in torches]
         jobs += [partial(_compile, src, WORK / f"{src.stem}.o", flags) for src in sources]
         jobs.append(archive)
-        workers = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
         with ThreadPoolExecutor(workers) as pool:
             results = list(pool.map(lambda job: job(), jobs))  # which cancels the rest at an error
 

@@ -53,6 +53,14 @@ def need_all() -> list[tuple[str, Path]]:
     return torches
 
 
+def jobs() -> int:
+    """How many compilers may run at a time."""
+    text = os.environ.get("MAX_JOBS", "").strip()
+    if text and not (text.isdecimal() and int(text)):
+        raise BuildError(f"MAX_JOBS={text}: want a number of compilers, from 1")
+    return int(text or len(os.sched_getaffinity(0)))
+
+
 def compiler(variable: str, default: str) -> list[str]:
     """The compiler that a variable of the environment names, as words."""
     command = shlex.split(os.environ.get(variable) or default)

@@ -348,6 +348,19 @@ def test_unfit_torch(tmp_path: Path, monkeypatch, version: str | None, error: st
         builder.extension(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("text", "count"), [("", 0), (" 3 ", 3), ("0", None), ("-1", None), ("x", None)]
+)
+def test_how_many_compilers(tmp_path: Path, monkeypatch, text: str, count: int | None) -> None:
+    monkeypatch.setenv("MAX_JOBS", text)
+    if count is None:
+        monkeypatch.setattr(needs, "need_all", lambda: [])
+        with pytest.raises(needs.BuildError, match=f"MAX_JOBS={text}: want a number"):
+            builder.extension(tmp_path)
+    else:
+        assert needs.jobs() == (count or len(os.sched_getaffinity(0)))
+
+
 def test_a_folder_that_torch_left_behind(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "torch").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
