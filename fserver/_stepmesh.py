@@ -34,7 +34,7 @@ class StepmeshServer(Server):
 
     def _open(self, settings: dict[str, str]) -> None:
         super()._open(settings)
-        self._group_size = int(settings.get("DMLC_GROUP_SIZE") or 1)
+        self._group_size = int(settings.get("DMLC_GROUP_SIZE", "").strip() or 1)
 
     def _make(self, extension: ModuleType, lines: list[str]) -> _C.Server:
         node: _C.Server = extension.StepmeshServer(lines)

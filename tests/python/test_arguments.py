@@ -14,6 +14,7 @@ from nodes import LIMIT, Cluster, open_cluster
 
 import fserver
 from fserver import _loader, env
+from fserver._stepmesh import StepmeshServer
 from fserver.node import merged
 
 X = torch.zeros(4, 6)
@@ -618,6 +619,14 @@ def test_a_setting_that_is_no_text(monkeypatch: pytest.MonkeyPatch, value: str, 
     monkeypatch.setenv("DMLC_NODE_HOST", os.fsdecode(b"\xff"))  # as any program may
     with pytest.raises(fserver.ConfigError, match="DMLC_NODE_HOST is not UTF-8"):
         fserver.Scheduler(connect=False)
+
+
+def test_an_empty_group_size_is_none() -> None:
+    for size in ("", " "):
+        settings = {"DMLC_GROUP_SIZE": size}
+        server = StepmeshServer(scheduler="127.0.0.1:1", settings=settings, connect=False)
+        assert server._group_size == 1
+        server.close()
 
 
 def test_unknown_keyword() -> None:

@@ -271,8 +271,9 @@ def python(text: str, *search: Path, **env: str) -> subprocess.CompletedProcess[
 
 def test_environment_variable():
     text = "import ringX_attn; print(ringX_attn.get_backend())"
-    done = python(text, DROPIN, RINGX_ATTN_BACKEND="portable")
-    assert (done.returncode, done.stdout) == (0, "portable\n"), done.stderr
+    for value, chosen in (("portable", "portable"), ("", "auto")):
+        done = python(text, DROPIN, RINGX_ATTN_BACKEND=value)
+        assert (done.returncode, done.stdout) == (0, f"{chosen}\n"), done.stderr
     done = python("from ringX3_attn import ringX3_attn_func", DROPIN, RINGX_ATTN_BACKEND="fused")
     assert "ConfigError: ringX_attn: RINGX_ATTN_BACKEND 'fused': fserver.ringx has" in done.stderr
 

@@ -57,4 +57,4 @@ def kernels() -> AbstractContextManager[object]:
     return nullcontext() if chosen is None else sdpa_kernel(chosen)
 
 
-_backend = _checked(VARIABLE, os.environ.get(VARIABLE, "auto"))
+_backend = _checked(VARIABLE, os.environ.get(VARIABLE) or "auto")
