@@ -27,8 +27,12 @@ func address(cfg *conf.Config) (string, error) {
 	case conf.Loopback(cfg.SchedulerHost):
 		return "127.0.0.1", nil
 	}
+	to := cfg.SchedulerHost
+	if own, err := ownHost(cfg, to); err == nil { // the one that a scheduler on this host listens on
+		to = own
+	}
 	// Connecting a UDP socket sends nothing; it asks the routing table.
-	c, err := net.Dial("udp", net.JoinHostPort(cfg.SchedulerHost, "9"))
+	c, err := net.Dial("udp", net.JoinHostPort(to, "9"))
 	if err != nil {
 		return "", badSetting("node: no route to the scheduler's host %s: %v (DMLC_PS_ROOT_URI)", cfg.SchedulerHost, err)
 	}
