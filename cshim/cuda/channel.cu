@@ -119,8 +119,8 @@ __device__ __forceinline__ void copy_as(const char *from, char *to, u64 begin, u
   }
 }
 
-// Copies this block's share. The cut depends on bytes and blocks alone, so that a
-// sender and a receiver that copies out agree on it whatever their alignments.
+// Copies this block's share. A sender of fewer rows cuts fewer bytes than the receiver, which copies
+// out all. So neither side counts on a share: recv_wait waits for all flags, and credit for all words.
 __device__ void copy_share(const char *from, char *to, u64 bytes, u32 block, u32 blocks) {
   const u64 whole = bytes / 16, per = (whole + blocks - 1) / blocks;
   const u64 begin = min(whole, block * per), end = min(whole, begin + per);
@@ -162,6 +162,7 @@ __device__ __forceinline__ void store8(char *p, uint2 v, u64 left, bool aligned)
 }
 
 // Packet 0 carries the number of rows, packet i + 1 the bytes from 8 * i on.
+// Blocks of the two sides may have different numbers of threads, and so other packets.
 struct Packets {
   const char *from;
   u64 bytes, n, step;
@@ -255,15 +256,15 @@ template <class Launch> __device__ __forceinline__ const cs_segment &mine(const 
   return a.segment[i];
 }
 
-// Waits until the receiver has room; all threads of the block.
-__device__ bool credit(const cs_segment &s, const cs_launch_head &h, u32 block, u32 seq) {
+// Waits until the receiver has room; all threads of the block. All blocks of the receiver say so,
+// because the two sides may share a message out differently: see copy_share and Packets.
+__device__ bool credit(const cs_segment &s, const cs_launch_head &h, u32 seq) {
+  const u32 words = s.kind == CS_IN_PLACE ? 1 : s.blocks;
   bool ok = true;
-  if (threadIdx.x == 0) {
-    const u64 word = s.credits + (s.kind == CS_IN_PLACE ? 0 : 4 * block);
-    Patience patience;
-    while (ok && (int)(acquire32(word) - (seq - s.ahead)) < 0)
+  Patience patience;
+  for (u32 b = threadIdx.x; ok && b < words; b += blockDim.x)
+    while (ok && (int)(acquire32(s.credits + 4 * b) - (seq - s.ahead)) < 0)
       ok = !patience.over(h, s.peer);
-  }
   return __syncthreads_and(ok);
 }
 
@@ -280,7 +281,7 @@ __device__ __forceinline__ void send(const cs_launch_head &h, const cs_segment &
     __syncthreads();               // all have read the count
     if (threadIdx.x == 0)
       store_own(count, seq);
-    if (dead || (s.credits != 0 && !credit(s, h, block, seq)))
+    if (dead || (s.credits != 0 && !credit(s, h, seq)))
       return;
     uint4 *to = (uint4 *)s.to + (seq & 1) * (u64)s.stride;
     for (u64 i = first; i < packets.n; i += packets.step) {
@@ -290,7 +291,7 @@ __device__ __forceinline__ void send(const cs_launch_head &h, const cs_segment &
     }
     return;
   }
-  if (s.credits != 0 && !credit(s, h, block, seq))
+  if (s.credits != 0 && !credit(s, h, seq))
     return;
   if (!dead)
     copy_share((const char *)s.from, (char *)s.to, s.bytes, block, s.blocks);

@@ -3,8 +3,9 @@
 //
 // A segment is one tensor on its way to or from one peer. Its blocks have numbers
 // of their own among those of the launch: first .. first + blocks - 1. Both sides
-// cut a segment in the same number of blocks, and block b here talks to block b
-// there and to no other.
+// cut a segment in the same number of blocks, but not always at the same bytes. So a
+// sender waits for the credits of all blocks there, and a receiver that copies out
+// for the flags of all.
 #ifndef CS_CHANNEL_H
 #define CS_CHANNEL_H
 

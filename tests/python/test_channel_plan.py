@@ -51,6 +51,7 @@ class Memory:
     def __init__(self, exportable: bool = True) -> None:
         self.exportable = exportable
         self.steps: dict[bool, Any] = {}
+        self.threads: dict[bool, list[int]] = {}  # of a block, for each segment
         self.own: set[int] = set()
 
     def allocate(self, bytes: int) -> int:
@@ -72,6 +73,7 @@ class Memory:
 
     def plan(self, sends: bool, steps: list[Any], counts: int, dead: int) -> None:
         self.steps[sends] = [s for group, _ in steps for s in group]
+        self.threads[sends] = [threads for group, threads in steps for _ in group]
         assert all(len(group) <= plan.MOST_SEGMENTS for group, _ in steps)
 
     def plan_copies(self, sends: bool, segments: list[Any]) -> None:
@@ -123,6 +125,52 @@ def test_plan(mode: str, exportable: bool, one_way: bool, table: plan.Table) -> 
         assert mode == "kernel" or size % plan.FILL == 0
     used.sort()
     assert all(end <= begin for (_, end), (begin, _) in zip(used, used[1:], strict=False))
+
+
+def dealt(kind: int, size: int, blocks: int, threads: int) -> list[int]:
+    """Which block of a segment has each unit of its landing buffer, as copy_share and Packets of
+    channel.cu deal them."""
+    if kind == plan.PACKETS:
+        return [i // threads % blocks for i in range(math.ceil(size / 8) + 1)]
+    whole = size // 16
+    per = math.ceil(whole / blocks)
+    return [i // per for i in range(whole)] + [blocks - 1] * (size % 16 > 0)
+
+
+@pytest.mark.parametrize("exportable", [True, False])
+@pytest.mark.parametrize("peers", [1, 2, 3])
+@pytest.mark.parametrize("part", [1, 2, 7])
+def test_credits(exportable: bool, peers: int, part: int) -> None:
+    """A sender that goes one way waits for the words of all blocks of the receiver (credit of
+    channel.cu). Its blocks overwrite what other blocks there have read: of fewer rows it copies
+    other shares, and in other launches it has other numbers of threads."""
+    sizes = [4 << 20, 200 << 10, 200 << 10, (1 << 20) + 7, 200 << 10]
+    sender, receivers = Memory(exportable), [Memory(exportable) for _ in range(peers)]
+    w = plan.Plan(sender, 0, "kernel", [pieces(sizes)] * peers, [[]] * peers, True)
+    for i, memory in enumerate(receivers):
+        s = plan.Plan(memory, i + 1, "kernel", [[]], [pieces(sizes)], False)
+        w.attach(i, s.describe(0))
+        s.attach(0, w.describe(i))
+        s.install()
+    w.install()
+    others = set()  # kinds with blocks whose own word is not enough
+    got = [segment for memory in receivers for segment in memory.steps[False]]
+    theirs = [threads for memory in receivers for threads in memory.threads[False]]
+    for a, b, threads, other in zip(
+        sender.steps[True], got, sender.threads[True], theirs, strict=True
+    ):
+        kind, size, blocks = a[2], a[8], a[12]
+        if kind == plan.PLACE:
+            assert b[12] == 1
+            continue
+        assert b[12] == blocks
+        here = dealt(kind, size if kind == plan.PACKETS else size // part, blocks, threads)
+        there = dealt(kind, size, blocks, other)
+        assert set(there) <= set(range(blocks))
+        if any(x != y for x, y in zip(here, there, strict=False)):
+            others.add(kind)
+    assert (plan.LANDING in others) == (part > 1 and not exportable)
+    assert plan.PACKETS in others or not exportable
 
 
 @pytest.mark.parametrize("best", range(len(tune.CANDIDATES)))
