@@ -68,7 +68,10 @@ Lane::Lane(int device, const std::string &image, int64_t timeout_ns,
                     cs_cu.DevicePrimaryCtxRetain(&context_, handle_));
   });
   must(tried);
-  check("channel", unlocked([&] { return fs_gpu_hold(device_); }));
+  const int holds = unlocked([&] { return fs_gpu_hold(device_); });
+  if (holds != 0)
+    unlocked([&] { return cs_cu.DevicePrimaryCtxRelease(handle_); });
+  check("channel", holds);
   try {
     Entered in(context_);
     void *words = pinned(kPage, CS_HOST_PORTABLE | CS_HOST_DEVICEMAP);

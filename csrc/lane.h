@@ -176,7 +176,7 @@ private:
   bool busy_ = false;            // a thread enqueues a message, without the GIL
   const char *broken_ = nullptr; // the call that failed after that
   bool captured_ = false; // in graphs, which may be replayed on any stream
-  bool short_ = false;    // the last copies told their rows
+  bool short_ = false;    // copies tell their rows: the last were of fewer
   std::thread watcher_;   // of copies: nothing else ends their waits
   cs_stream watcher_streams_[3] = {}; // the last for copies
   std::vector<uint64_t> ends_; // the flags and credits that a stream waits for

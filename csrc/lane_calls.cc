@@ -304,7 +304,8 @@ cs_result Lane::copy_out(cs_stream s) {
     words.write(word(kSendWaits), kGoesOn);
     rc = words.enqueue(s, &begun_);
   }
-  short_ = short_ || !rows_.empty(); // also if it fails half-way
+  // A graph runs at any time, so that nobody knows what was told last.
+  short_ = short_ || !rows_.empty() || captured_ || capturing(s);
   for (const Segment &g : out_.copies) {
     const uint64_t rows =
         rows_.empty() ? g.s.rows : rows_[static_cast<size_t>(g.tensor)];
@@ -321,7 +322,7 @@ cs_result Lane::copy_out(cs_stream s) {
     rc = words.enqueue(s, &told);
     begun_ = begun_ || (told && g.s.flags);
   }
-  if (rc == CS_CU_SUCCESS)
+  if (rc == CS_CU_SUCCESS) // else the number may be of a part
     short_ = !rows_.empty();
   return rc;
 }

@@ -4,6 +4,7 @@ Over a driver without a GPU: see lanes.py."""
 
 from __future__ import annotations
 
+import ctypes
 import time
 from itertools import product
 from typing import Any
@@ -113,6 +114,27 @@ def test_rows_after_an_error_ce() -> None:
     s.lane.recv()
     s.lane.send([5, 6])
     assert w.rows() == [5, 6]
+
+
+@over_driver("all", "fewer")
+def test_rows_of_graphs_ce(captured: str) -> None:
+    """A graph may be replayed before any message, or never: all of them tell their rows."""
+    w, s = pair("copy")
+    exchange(w, s, 1)
+    words, _ = s.plan.rows
+    told = ctypes.c_uint64.from_address(words)
+    DRIVER.capturing = 1
+    w.lane.send() if captured == "all" else w.lane.send([3])
+    DRIVER.capturing = 0
+    for _ in range(2):
+        told.value = 5  # by a replay of another graph
+        w.lane.send()
+        assert s.rows() == [ROWS]
+    told.value = 5
+    DRIVER.capturing = 1
+    w.lane.send()
+    DRIVER.capturing = 0
+    assert s.rows() == [ROWS]
 
 
 @over_driver("kernel", "copy")
