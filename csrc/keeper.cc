@@ -173,25 +173,37 @@ Keeper &keeper = *new Keeper; // memory may go after what is static
 
 void graph_is_gone(void *memory) { keeper.drop(static_cast<Kept *>(memory)); }
 
-// Has the graph that s is captured into keep memory. If it cannot, the memory is kept for good.
-void keep_with_graph(cs_stream s, Kept *memory) {
-  int state = CS_CAPTURE_NONE;
-  cs_graph graph = nullptr;
+// Has a graph that is captured keep data, until gone(data) is called in a thread of the driver's. If it
+// cannot, the data is kept for good.
+void keep_with_graph(cs_graph graph, void *data, void (*gone)(void *)) {
   cs_user_object object;
-  if (cs_cu.StreamGetCaptureInfo(s, &state, nullptr, &graph, nullptr,
-                                 nullptr) == CS_CU_SUCCESS &&
-      graph &&
-      cs_cu.UserObjectCreate(&object, memory, graph_is_gone, 1,
+  if (cs_cu.UserObjectCreate(&object, data, gone, 1,
                              CS_USER_OBJECT_NO_DESTRUCTOR_SYNC) ==
-          CS_CU_SUCCESS)
+      CS_CU_SUCCESS)
     cs_cu.GraphRetainUserObject(graph, object, 1, CS_GRAPH_USER_OBJECT_MOVE);
+}
+
+// Whether s is being captured, into which graph, and the number of the capture. No graph: it is not
+// known, or none comes to be.
+bool captured_into(cs_stream s, cs_graph *graph, uint64_t *number) {
+  int state = CS_CAPTURE_NONE;
+  if (cs_cu.StreamGetCaptureInfo(s, &state, number, graph, nullptr, nullptr) !=
+      CS_CU_SUCCESS)
+    return capturing(s);
+  if (state != CS_CAPTURE_ACTIVE)
+    *graph = nullptr;
+  return state != CS_CAPTURE_NONE;
 }
 
 } // namespace
 
 void keep(cs_stream s, Kept memory) {
-  if (capturing(s)) {
-    keep_with_graph(s, new Kept(std::move(memory)));
+  cs_graph graph = nullptr;
+  uint64_t number = 0;
+  if (captured_into(s, &graph, &number)) {
+    auto *kept = new Kept(std::move(memory));
+    if (graph)
+      keep_with_graph(graph, kept, graph_is_gone);
     return; // NOLINT(clang-analyzer-cplusplus.NewDeleteLeaks)
   }
   cs_context context = nullptr;
@@ -200,6 +212,18 @@ void keep(cs_stream s, Kept memory) {
   if (!k.event || cs_cu.EventRecord(k.event, s) != CS_CU_SUCCESS ||
       !keeper.add(k))
     leave(k.memory);
+}
+
+bool Graphs::note(cs_stream s) {
+  cs_graph graph = nullptr;
+  uint64_t number = 0;
+  if (!captured_into(s, &graph, &number))
+    return false;
+  if (graph && number != newest_)
+    keep_with_graph(graph, new One(one_),
+                    [](void *one) { delete static_cast<One *>(one); });
+  newest_ = number;
+  return true; // NOLINT(clang-analyzer-cplusplus.NewDeleteLeaks)
 }
 
 void end_keeper() { keeper.end(); }

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <array>
+#include <cstdint>
+#include <memory>
 
 #include "driver.h"
 #include "tensor.h"
@@ -14,6 +16,20 @@ namespace fserver {
 // watched is kept for good. A thread lets go, so nothing of it may be fixed.
 using Kept = std::array<Memory, 2>;
 void keep(cs_stream s, Kept memory);
+
+// The graphs that use something: what streams were captured into, and all that has been made of that.
+class Graphs {
+public:
+  // Whether s is being captured. Then its graph uses it from now on. Without the GIL.
+  bool note(cs_stream s);
+  // Whether there are any.
+  bool any() const { return one_.use_count() > 1; }
+
+private:
+  using One = std::shared_ptr<char>; // each graph has a copy
+  const One one_ = std::make_shared<char>();
+  uint64_t newest_ = 0; // number of the newest capture
+};
 
 // Has the thread end, when the interpreter does. Without the GIL.
 void end_keeper();

@@ -22,10 +22,6 @@ constexpr uint64_t kPiece = 2 << 20;
 const char kFull[] =
     "(call torch.cuda.empty_cache() to release memory that torch caches)";
 
-// What lanes have used that were closed while a capture forbade to wait for their graphs. It
-// stays. Guarded by the GIL; memory may go after what is static.
-std::vector<InUse> &unfinished = *new std::vector<InUse>;
-
 } // namespace
 
 [[noreturn]] void fail(const char *what, cs_result rc) {
@@ -148,18 +144,21 @@ uint64_t Lane::allocate(uint64_t bytes) {
   must("allocate", rc);
   owned_.push_back({FS_GPU_MEMORY, p, bytes});
   Tried tried;
-  unlocked([&] {
-    cs_stream s;
-    if (!tried.ok("create a stream",
-                  cs_cu.StreamCreate(&s, CS_STREAM_NON_BLOCKING)))
-      return false;
-    if (tried.ok("clear memory", cs_cu.MemsetD8Async(p, 0, bytes, s)))
-      tried.ok("clear memory", cs_cu.StreamSynchronize(s));
-    cs_cu.StreamDestroy(s);
-    return tried.good();
-  });
+  unlocked([&] { return set(p, 0, bytes, &tried); });
   must(tried);
   return p;
+}
+
+// On a stream of its own, for which it waits.
+bool Lane::set(cs_ptr at, unsigned char value, uint64_t bytes, Tried *tried) {
+  cs_stream s;
+  if (!tried->ok("create a stream",
+                 cs_cu.StreamCreate(&s, CS_STREAM_NON_BLOCKING)))
+    return false;
+  if (tried->ok("fill memory", cs_cu.MemsetD8Async(at, value, bytes, s)))
+    tried->ok("fill memory", cs_cu.StreamSynchronize(s));
+  cs_cu.StreamDestroy(s);
+  return tried->good();
 }
 
 std::tuple<std::string, uint64_t, uint64_t> Lane::share(uint64_t address) {
@@ -292,19 +291,12 @@ int Lane::pending() const {
   return unlocked([&] { return cs_cu.StreamQuery(last_); });
 }
 
-void Lane::close() {
+void Lane::end() {
   if (closed_)
     return;
   closed_ = true;
-  InUse held = std::move(held_); // goes last
-  if (!context_)
+  if (!context_ || forked.load())
     return;
-  if (forked.load()) { // a child has neither the driver nor the watcher
-    words_ = nullptr;
-    if (watcher_.joinable())
-      watcher_.detach();
-    return;
-  }
   abort(); // what still waits on a stream ends, and what another thread waits for
   while (busy_ && !exiting.load())
     unlocked([] {
@@ -312,14 +304,61 @@ void Lane::close() {
       return 0;
     });
   if (busy_) { // a thread that comes back after close_all() ends: all stays
+    stays_ = true;
     end_watcher();
     return;
   }
   const Relaxed relaxed;
   cs_context old = nullptr;
   cs_cu.CtxGetCurrent(&old);
+  over_ = cs_cu.CtxSetCurrent(context_) != CS_CU_SUCCESS || settle();
+  if (graphs_.any())
+    refuse_replays();
+  cs_cu.CtxSetCurrent(old);
+}
+
+// Has kernels of graphs send nothing more, nor wait for anything. Waits of copies are ended by the
+// watcher, which goes on.
+void Lane::refuse_replays() {
+  for (const Direction *way : {&out_, &in_})
+    if (!way->launches.empty()) {
+      const cs_ptr dead = way->launches[0].args.head.dead;
+      Tried tried; // in a context that has failed nothing is replayed
+      unlocked([&] { return set(dead, 1, sizeof(uint32_t), &tried); });
+      return;
+    }
+}
+
+bool Lane::close() {
+  end();
+  if (gone_ || stays_)
+    return gone_;
+  if (!context_ ||
+      forked.load()) { // a child has neither the driver nor the watcher
+    words_ = nullptr;
+    if (watcher_.joinable())
+      watcher_.detach();
+    held_ = InUse();
+    return gone_ = true;
+  }
+  if (graphs_.any())
+    return false;
+  const Relaxed relaxed;
+  cs_context old = nullptr;
+  cs_cu.CtxGetCurrent(&old);
   const bool entered = cs_cu.CtxSetCurrent(context_) == CS_CU_SUCCESS;
-  const bool over = !entered || settle();
+  over_ = over_ || !entered || settle();
+  if (over_ && !gone_) { // by another thread, meanwhile
+    gone_ = true;
+    give_back(entered);
+  }
+  cs_cu.CtxSetCurrent(old);
+  return gone_;
+}
+
+// In the context of the lane, if that could be entered.
+void Lane::give_back(bool entered) {
+  const InUse held = std::move(held_); // goes last
   end_watcher();
   auto number = [](const volatile void *p) {
     return reinterpret_cast<uint64_t>(p);
@@ -329,16 +368,11 @@ void Lane::close() {
   if (words_)
     owned_.push_back({FS_GPU_PINNED, number(words_), kPage});
   words_ = nullptr;
-  if (!over) { // a graph may still run
-    unfinished.push_back(std::move(held));
-    owned_.clear();
-  }
   unlocked(
       [&] { // the engine may wait for all of the GPU, and that for any Python thread
         for (cs_stream s : watcher_streams_)
           if (entered && s)
             cs_cu.StreamDestroy(s);
-        cs_cu.CtxSetCurrent(old);
         if (second_)
           second_->give_back();
         for (const Owned &o : owned_)
@@ -346,6 +380,11 @@ void Lane::close() {
         cs_cu.DevicePrimaryCtxRelease(handle_);
         return fs_gpu_release(device_, kFreeing);
       });
+}
+
+void Lane::Leave::operator()(Lane *lane) const {
+  if (lane->close())
+    delete lane;
 }
 
 } // namespace fserver

@@ -14,6 +14,7 @@
 
 #include "../cshim/cuda/cs_channel.h"
 #include "driver.h"
+#include "keeper.h"
 #include "second.h"
 #include "tensor.h"
 
@@ -38,18 +39,20 @@ struct Segment {
 };
 
 // All methods but the watcher are called with the GIL, and call the driver without.
-// After close() there is only status().
+// After end() there are only status() and close().
 class Lane {
 public:
   // image: cubin or PTX of lane_source(); empty for a lane that only copies.
   Lane(int device, const std::string &image, int64_t timeout_ns,
        bool programmatic);
-  ~Lane() {
-    close();
-    Py_XDECREF(explain_);
-  }
+  ~Lane() { Py_XDECREF(explain_); }
   Lane(const Lane &) = delete;
   Lane &operator=(const Lane &) = delete;
+
+  // Deletes a lane after its end. One of which something is still in use stays.
+  struct Leave {
+    void operator()(Lane *lane) const;
+  };
 
   // Zeroed memory of the GPU, in pieces that can be shared; freed by close().
   uint64_t allocate(uint64_t bytes);
@@ -95,7 +98,10 @@ public:
   uint64_t abort_word() const { return reinterpret_cast<uint64_t>(words_); }
   void abort();
   void finish(); // waits for what was enqueued
-  void close();
+  // Ends the lane, and waits for what was enqueued. What a graph replays later waits for nobody.
+  void end();
+  // The same, and gives back all. False: not yet, because a graph uses it, or a capture forbids to wait.
+  bool close();
 
   // For tests and errors: memory of the GPU, read past what is enqueued, and what
   // the driver says of the stream that was used last.
@@ -126,6 +132,9 @@ private:
   cs_stream stream(const char *call, bool sends);
   void used(cs_stream s, bool captured);
   bool load(const void *image, Tried *tried);
+  static bool set(cs_ptr at, unsigned char value, uint64_t bytes, Tried *tried);
+  void refuse_replays();
+  void give_back(bool entered);
   // Waits for what is enqueued. False: a capture forbids that.
   bool settle();
   void turn(const char *call, bool sends);
@@ -176,8 +185,13 @@ private:
   bool busy_ = false;            // a thread enqueues a message, without the GIL
   const char *broken_ = nullptr; // the call that failed after that
   bool captured_ = false; // in graphs, which may be replayed on any stream
-  bool short_ = false;    // copies tell their rows: the last were of fewer
-  std::thread watcher_;   // of copies: nothing else ends their waits
+  Graphs graphs_;
+  bool over_ = false; // what was enqueued, at the end
+  bool stays_ =
+      false; // a thread that the interpreter has left behind is in a call
+  bool gone_ = false;   // all is given back
+  bool short_ = false;  // copies tell their rows: the last were of fewer
+  std::thread watcher_; // of copies: nothing else ends their waits
   cs_stream watcher_streams_[3] = {}; // the last for copies
   std::vector<uint64_t> ends_; // the flags and credits that a stream waits for
   SecondContext *second_ = nullptr;      // which ends what the streams do not

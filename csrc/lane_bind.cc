@@ -72,14 +72,15 @@ std::vector<Segment> read_segments(const py::handle &list) {
 
 void define_lane(py::module_ &m) {
   auto lane =
-      py::class_<Lane>(m, "Lane", py::module_local(),
-                       "The device's part of a stream channel.")
+      py::class_<Lane, std::unique_ptr<Lane, Lane::Leave>>(
+          m, "Lane", py::module_local(),
+          "The device's part of a stream channel.")
           .def(py::init([](int device, const std::string &image,
                            py::handle timeout_ms, bool programmatic) {
                  const int64_t timeout =
                      read_ms(timeout_ms.ptr(), {"channel", "timeout_ms"});
-                 return std::make_unique<Lane>(device, image, timeout,
-                                               programmatic);
+                 return std::unique_ptr<Lane, Lane::Leave>(
+                     new Lane(device, image, timeout, programmatic));
                }),
                py::arg("device"), py::arg("image"), py::arg("timeout_ms"),
                py::arg("programmatic"))
@@ -121,6 +122,7 @@ void define_lane(py::module_ &m) {
                  return py::bytes(l.peek(address, bytes));
                })
           .def("pending", &Lane::pending)
+          .def("end", &Lane::end)
           .def("close", &Lane::close);
   add_fast(lane, "send", lane_send,
            "send($self, /, rows=None)\n--\n\n"

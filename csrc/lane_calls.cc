@@ -229,9 +229,8 @@ void Lane::message(const char *call, cs_stream s, F enqueue) {
   busy_ = true;
   bool captured = false;
   const cs_result rc = unlocked([&] {
-    const cs_result enqueued = enqueue();
-    captured = capturing(s);
-    return enqueued;
+    captured = graphs_.note(s);
+    return enqueue();
   });
   busy_ = false;
   if (rc == CS_CU_SUCCESS) {

@@ -308,12 +308,13 @@ __device__ __forceinline__ void recv(const cs_launch_head &h, const cs_segment &
   const u32 block = blockIdx.x - s.first;
   const u64 count = h.counts + 4 * blockIdx.x;
   const Told told(s, block);
+  const u32 dead = s.credits != 0 ? load_own(h.dead) : 0; // the sender's memory may be gone
   const u32 seq = load_own(count) + 1;
   __syncthreads(); // all have read the count
   if (threadIdx.x == 0)
     store_own(count, seq);
   if (s.kind == CS_IN_PLACE) { // one block here for all of the sender's
-    if (s.credits != 0 && threadIdx.x == 0)
+    if (s.credits != 0 && !dead && threadIdx.x == 0)
       release32(s.credits, seq);
     bool ok = true;
     for (u32 b = threadIdx.x; ok && b < s.stride; b += blockDim.x)
@@ -327,17 +328,14 @@ __device__ __forceinline__ void recv(const cs_launch_head &h, const cs_segment &
     ok = await(s, h, told, block, seq);
   if (s.kind == CS_BY_LANDING && __syncthreads_and(ok))
     copy_share((const char *)s.from, (char *)s.to, s.bytes, block, s.blocks);
-  if (s.credits != 0) {
-    __syncthreads(); // all have read the landing buffer
-    if (threadIdx.x == 0)
-      release32(s.credits + 4 * block, seq);
-  }
+  if (s.credits != 0 && __syncthreads_and(ok && !dead) && threadIdx.x == 0) // all have read it
+    release32(s.credits + 4 * block, seq);
 }
 
 // Before a launch that copies out of landing buffers, whose blocks would hold the SMs
 // while they wait: what lets peers write to tensors, as in that launch,
 __device__ __forceinline__ void give_room(const cs_launch_head &h, const cs_segment &s) {
-  if (s.kind == CS_IN_PLACE && s.credits != 0 && threadIdx.x == 0)
+  if (s.kind == CS_IN_PLACE && s.credits != 0 && threadIdx.x == 0 && load_own(h.dead) == 0)
     release32(s.credits, load_own(h.counts + 4 * s.first) + 1);
 }
 // and the wait, by one block for all of a segment's. It counts nothing.

@@ -48,7 +48,7 @@ int held; /* memory, streams, contexts and modules that were not given back */
 int unfinished; /* so many times, a capture forbids to wait for all of the GPU */
 int spoiled;    /* calls that a capture in another thread forbids */
 int waited_in_vain; /* streams that went on, so that a test ends */
-int capturing; /* this thread captures its stream, which something has spoiled */
+int capturing; /* the number of a capture of this thread's stream, which something has spoiled */
 int busy;      /* a stream has not done what is enqueued */
 int asked;     /* streams whether they have */
 int words;     /* written by streams */
@@ -387,8 +387,11 @@ static struct {
 int retains; /* how many */
 static int capture_info(cs_stream s, int *status, uint64_t *id,
                         uintptr_t *graph) {
-  (void)id;
   is_capturing(s, status);
+  if (capturing)
+    *status = CS_CAPTURE_ACTIVE;
+  if (id)
+    *id = (uint64_t)capturing;
   *graph = 1;
   return CS_CU_SUCCESS;
 }

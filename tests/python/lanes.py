@@ -112,6 +112,10 @@ class Driver:
         library = "libfakeguard.so" if name == "current_stream" else "libcuda.so.1"
         return kind.in_dll(_library(library), name)
 
+    def drop_graph(self) -> None:
+        """That of all captures so far."""
+        _library("libcuda.so.1").drop_graph()
+
     def __getattr__(self, name: str) -> int:
         return self._at(name).value
 

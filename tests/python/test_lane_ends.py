@@ -10,7 +10,8 @@ import os
 import re
 import threading
 import time
-from itertools import product
+from collections.abc import Callable
+from itertools import count, product
 
 import pytest
 from lanes import (
@@ -36,6 +37,8 @@ from nodes import eventually, open_cluster, together
 import fserver
 from fserver import _loader
 from fserver.channel.tune import whole
+
+CAPTURES = count(1)
 
 
 @over_driver()
@@ -356,27 +359,86 @@ def test_failed_in_a_capture() -> None:
     cluster.close()
 
 
+def capture(*calls: Callable[[], None]) -> None:
+    DRIVER.capturing = next(CAPTURES)
+    for call in calls:
+        call()
+    DRIVER.capturing = 0
+
+
+def taken(side: Side, times: int) -> None:
+    """As waits of a stream that graphs have enqueued take a flag, although no peer sets it."""
+    flag = ctypes.c_uint32.from_address(side.plan.arena + side.plan.layout["flags"])
+    for _ in range(times):
+        flag.value = 0
+        eventually(lambda: flag.value == 1)
+
+
 @over_driver("kernel", "copy")
-def test_captured_and_closed(mode: str) -> None:
-    """What a graph may still use is not freed before the GPU has done all: not while another thread
-    captures, which forbids to wait for it, and not at all where the closing thread does."""
+def test_closed_during_a_capture(mode: str) -> None:
+    """What a stream may still use is not freed before the GPU has done all: not while another
+    thread captures, which forbids to wait for it, nor where the closing thread does. And what the
+    stream waits for ends."""
     before = at_rest()
     w, s = pair(mode)
     for side in (w, s):
-        DRIVER.capturing = 1
-        side.lane.send() if side is w else side.lane.recv()
-        DRIVER.capturing = 0
+        capture(side.lane.send if side is w else side.lane.recv)
+    DRIVER.drop_graph()
     DRIVER.unfinished = 3
-    w.lane.close()
+    assert w.lane.close()
     assert DRIVER.unfinished == 0
-    gc.collect()
     kept = DRIVER.held
     DRIVER.capturing = 1
     start = time.monotonic()
-    s.lane.close()
+    assert not s.lane.close()
     assert time.monotonic() - start < 10
+    assert before < DRIVER.held == kept
     DRIVER.capturing = 0
-    assert before < DRIVER.held <= kept
+    if mode == "copy":
+        taken(s, 3)
+    assert s.lane.close()
+    assert DRIVER.held == before
+
+
+@over_driver("kernel", "copy")
+def test_closed_before_its_graphs(mode: str) -> None:
+    """What a graph names lives as long as the graph does. Replayed, it waits for nobody, and its
+    kernels send nothing."""
+    before = at_rest()
+    w, s = pair(mode)
+    objects = DRIVER.retains
+    capture(w.lane.send, w.lane.recv)
+    capture(w.lane.send)
+    assert DRIVER.retains - objects == 2
+    assert s.lane.close()
+    held = DRIVER.held
+    assert not w.lane.close()
+    for call in (w.lane.send, w.lane.recv):
+        refuses(call, fserver.ClosedError, "the channel is closed")
+    assert DRIVER.held == held
+    dead = ctypes.c_uint32.from_address(w.plan.arena + w.plan.layout["dead"])
+    assert bool(dead.value) == (mode == "kernel")
+    if mode == "copy":
+        taken(w, 3)
+    lane = w.lane
+    del w
+    gc.collect()
+    assert not lane.close()
+    DRIVER.drop_graph()
+    assert lane.close() and lane.close()
+    assert DRIVER.held == before
+
+
+@over_driver("kernel", "copy")
+def test_collected_before_its_graphs(mode: str) -> None:
+    """It stays for good."""
+    w, s = pair(mode)
+    capture(w.lane.send)
+    assert s.lane.close()
+    held, plan = DRIVER.held, w.plan
+    del plan.memory, w
+    gc.collect()
+    assert DRIVER.held == held
 
 
 @over_driver()
