@@ -83,7 +83,7 @@ HostCall::Enqueued HostCall::run(PyObject *bytes) {
     const OnDevice guard(device_);
     const Relaxed relaxed;
     const auto s = reinterpret_cast<cs_stream>(guard.stream());
-    const bool captured = capturing(s);
+    const bool captured = mark_.captured(s);
     if (!captured && mark_.elsewhere(s))
       return Enqueued::kElsewhere;
     enqueue(s, captured, count.data(), &tried);

@@ -143,7 +143,8 @@ void define_host_calls(py::module_ &m) {
              const Mark::Use use(m, call.c_str());
              return f(*args);
            })
-      .def("passed", &Mark::passed);
+      .def("passed", &Mark::passed)
+      .def("in_graphs", &Mark::in_graphs);
   py::class_<HostCall>(m, "HostCall", py::module_local(),
                        "What one call of a channel enqueues whose messages the "
                        "engine carries.")

@@ -4,6 +4,7 @@
 #include <Python.h>
 
 #include "driver.h"
+#include "keeper.h"
 
 namespace fserver {
 
@@ -38,7 +39,12 @@ public:
   // threads from running where the driver waits for the GPU.
   bool passed();
 
+  // Whether there are graphs that what uses the mark was captured into.
+  bool in_graphs() const { return graphs_.any(); }
+
   // Without the GIL, on its GPU:
+  // Whether a stream is being captured, into a graph that counts from now on.
+  bool captured(cs_stream s) { return graphs_.note(s); }
   // Whether the mark is on another stream, which has not passed it.
   bool elsewhere(cs_stream s) const;
   // Puts the mark behind all that is on a stream now.
@@ -49,6 +55,7 @@ private:
   cs_event event_ = nullptr;
   cs_stream stream_ = nullptr;
   bool used_ = false;
+  Graphs graphs_;
   // Guarded by the GIL:
   bool busy_ = false;
   uint64_t uses_ = 0;

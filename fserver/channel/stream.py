@@ -36,7 +36,7 @@ class Call(Protocol):
 # How long close() waits for what is beyond a time-out of the channel.
 _PARTING_S = 2.0
 
-# Memory to which a stream that did not end, or a peer, may still write.
+# Memory to which a stream that did not end, a graph, or a peer may still write.
 _kept: list[Any] = []
 # Closed sides of which nobody can tell whether the GPU still uses their memory. They stay.
 _unfinished: list[Any] = []
@@ -45,7 +45,7 @@ _unfinished: list[Any] = []
 def sweep() -> None:
     """Lets go of the memory of closed sides that nobody uses any more."""
     for side in list(_kept):
-        if side._gpu.idle() and side._word(_OVER):
+        if side._gpu.unused() and side._word(_OVER):
             with contextlib.suppress(ValueError):  # another thread's sweep
                 _kept.remove(side)
                 side._forget()
@@ -147,6 +147,10 @@ class Gpu:
     def idle(self) -> bool:
         """Whether all is over that was enqueued outside of graphs."""
         return bool(self._mark.passed())
+
+    def unused(self) -> bool:
+        """Whether the same is so, and there are no graphs of it, which may be replayed."""
+        return self.idle() and not self._mark.in_graphs()
 
     def finished(self, seconds: float) -> bool:
         """Waits for what is enqueued; false: not within the time. A graph may be replayed on any
@@ -325,7 +329,7 @@ class StreamSide(Side):
 
     def close(self) -> None:
         """Lets go of the memory, when the node has closed the channel: at once, or with the next
-        side after neither the stream nor a peer can write to it any more."""
+        side after neither a stream, a graph nor a peer can write to it any more."""
         try:
             self._gpu.finished(_PARTING_S)
         except BaseException:

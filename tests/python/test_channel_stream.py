@@ -69,6 +69,7 @@ class FakeGpu:
     """Gpu, with memory of the CPU."""
 
     captured = False
+    graphs = 0
 
     def __init__(self, stream: Stream) -> None:
         self.stream, self.entered = stream, ""
@@ -106,6 +107,9 @@ class FakeGpu:
 
     def idle(self) -> bool:
         return not self.entered and self.stream.over(0)
+
+    def unused(self) -> bool:
+        return self.idle() and not self.graphs
 
     def finished(self, seconds: float) -> bool:
         return self.stream.over(seconds)
@@ -295,7 +299,7 @@ def test_two_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     class Kept:
         class _gpu:
             @staticmethod
-            def idle() -> bool:
+            def unused() -> bool:
                 both.wait(LIMIT)
                 return True
 
@@ -341,6 +345,32 @@ def test_second_thread(cluster: MakeCluster, on: On, monkeypatch: pytest.MonkeyP
     assert not side._out
     with pytest.raises(fserver.Error, match="closed"):
         side.send()
+
+
+@both
+def test_replayed_after_close(pair: Cluster, on: On) -> None:
+    """What a graph names lives as long as the graph, and the replay waits for nobody."""
+    x, y = torch.ones(4, 8), torch.ones(4, 8)
+    w, s, at_worker, at_server = opened(on, pair, [x], [y])
+    with at_worker.capture() as graph:
+        w.send()
+        w.recv()
+    w._side._gpu.graphs = 1
+    at_worker.replay(graph)
+    s.recv()
+    s.send()
+    done(at_worker, at_server)
+    together([w.close, s.close])
+    gpu, side = w._side._gpu, weakref.ref(w._side)
+    words = [weakref.ref(t) for t in (w._side._words, *w._side._sent, *w._side._received)]
+    del w
+    at_worker.replay(graph)
+    done(at_worker)
+    gc.collect()
+    sweep()
+    assert all(word() is not None for word in words)
+    gpu.graphs = 0
+    eventually(lambda: sweep() or side() is None)
 
 
 @both

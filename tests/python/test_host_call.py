@@ -143,7 +143,7 @@ def waits() -> None:
 
 
 def streams() -> None:
-    """The mark of a side is on the stream that was used last. A graph has none."""
+    """The mark of a side is on the stream that was used last. Graphs are counted beside it."""
     first = Call().rings()
     other = Call(first.mark).rings()
     released(lambda: first.made.run(None))
@@ -161,6 +161,9 @@ def streams() -> None:
     DRIVER.capturing = 0
     DRIVER.unpassed = 0
     assert first.mark.passed()
+    assert first.mark.in_graphs()
+    DRIVER.drop_graph()
+    assert not first.mark.in_graphs()
     assert other.run() == (1, 0, 0)
     DRIVER.current_stream = 1
 
