@@ -154,11 +154,14 @@ void define_node(py::module_ &m) {
       .def("channel_state",
            [](Node &n, uint64_t channel) { n.channel_state(channel); })
       .def("channel_end", &Node::channel_end)
-      .def("channel_close",
-           [](Node &n, uint64_t channel, py::handle timeout_ms,
-              const std::string &why) {
-             return n.channel_close(channel, timeout_ms.ptr(), why);
-           })
+      .def(
+          "channel_close",
+          [](Node &n, uint64_t channel, py::handle timeout_ms,
+             const std::string &why, bool forget) {
+            return n.channel_close(channel, timeout_ms.ptr(), why, forget);
+          },
+          py::arg("channel"), py::arg("timeout_ms"), py::arg("why"),
+          py::arg("forget") = true)
       .def("watch_open", &Node::watch_open)
       .def("watch_arm", &Node::watch_arm)
       .def("watch_close", &Node::watch_close)

@@ -242,7 +242,7 @@ void Node::channel_end(uint64_t channel, const std::string &why) {
 }
 
 bool Node::channel_close(uint64_t channel, PyObject *timeout_ms,
-                         const std::string &why) {
+                         const std::string &why, bool forget) {
   if (forked.load())
     return true;
   const int64_t timeout = read_ms(timeout_ms, {"close", "timeout_ms"});
@@ -250,7 +250,10 @@ bool Node::channel_close(uint64_t channel, PyObject *timeout_ms,
   auto close = [&](int64_t slice) {
     return fs_channel_close(id_, channel, why.data(), why.size(), slice);
   };
-  auto now = [&] { unlocked([&] { return close(-1); }); };
+  auto now = [&] {
+    if (forget)
+      unlocked([&] { return close(-1); });
+  };
   int rc;
   try {
     rc = in_slices(now_ns() + timeout,

@@ -47,9 +47,9 @@ public:
                      bool lands);
   // Whether every peer's path reads and writes memory of the node's GPU by itself.
   bool gpu_direct();
-  // False: peers have not closed their sides, and this one is forgotten.
+  // False: peers have not closed their sides. Then this one is forgotten, or can be asked for again.
   bool channel_close(uint64_t channel, PyObject *timeout_ms,
-                     const std::string &why);
+                     const std::string &why, bool forget);
   // Tells the peers that this side is closed, and why, and waits for nobody; the handle
   // stays.
   void channel_end(uint64_t channel, const std::string &why);

@@ -273,7 +273,11 @@ class Node:
         """
         if self._channels is not None:
             self._channels.close()
-        self._node.stop()
+        try:
+            self._node.stop()
+        finally:  # the peers have left
+            if self._channels is not None:
+                self._channels.close()
 
     def close(self) -> None:
         """Closes this node at once.

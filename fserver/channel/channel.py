@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fserver.channel import describe
 from fserver.channel.cpu import REOPEN, check_rows
+from fserver.channel.parting import close_gpu
 from fserver.channel.plan import TABLE, Table
 from fserver.errors import ClosedError, ConfigError, Error, TimeoutError
 
@@ -42,7 +43,7 @@ _LOST, _LATE, _BROKEN = 1, 2, 3
 
 # How long close() waits for the other side to close too. Channels that are closed together share
 # one such wait.
-_PARTING_S = 2.0
+PARTING_S = 2.0
 
 _numbers = itertools.count(1)
 _open: weakref.WeakValueDictionary[int, Channel] = weakref.WeakValueDictionary()
@@ -89,17 +90,10 @@ def _refused(name: str, rows: Sequence[int] | None = None) -> None:
     raise ClosedError(f"channel {name!r} is closed")
 
 
-def close_gpu(node: Any, handle: int, side: Any, wait_s: float = _PARTING_S, why: str = "") -> None:
-    """Closes a GpuSide after the engine has closed its side, which sets the abort word, and after
-    the peers have closed theirs. Until then the peers may write to the memory of this side."""
-    try:
-        node.channel_close(handle, wait_s * 1e3, why)
-    finally:
-        side.close()
-
-
-def _drop(node: Any, handle: int, side: Any, path: str, on_close: Callable[[], None]) -> None:
-    """Ends a channel that was garbage-collected without close()."""
+def _drop(
+    node: Any, handle: int, name: str, side: Any, path: str, on_close: Callable[[], None]
+) -> None:
+    """Ends a channel that was closed, or garbage-collected."""
     on_close()
     if path == "host":
         try:
@@ -107,7 +101,7 @@ def _drop(node: Any, handle: int, side: Any, path: str, on_close: Callable[[], N
         finally:
             side.close()
     else:
-        close_gpu(node, handle, side, 0)
+        close_gpu(node, handle, name, side)
 
 
 def close_all(channels: Iterable[Channel]) -> None:
@@ -118,7 +112,7 @@ def close_all(channels: Iterable[Channel]) -> None:
         for channel in leaving:
             channel._side.finish()
     finally:  # whatever comes, as Ctrl-C may, nothing stays open
-        end = time.monotonic() + _PARTING_S
+        end = time.monotonic() + PARTING_S
         with contextlib.ExitStack() as rest:
             for channel in reversed(leaving):
                 rest.callback(channel._let_go, end)
@@ -195,7 +189,7 @@ class Channel:
             side.explain(functools.partial(_explain, weakref.ref(self)))
         self.number = next(_numbers)
         _open[self.number] = self
-        self._dropped = weakref.finalize(self, _drop, node, handle, side, path, on_close)
+        self._dropped = weakref.finalize(self, _drop, node, handle, how.name, side, path, on_close)
         self._dropped.atexit = False
 
     def send(self, rows: Sequence[int] | None = None) -> None:
@@ -367,11 +361,12 @@ class Channel:
         resources."""
         try:
             if self.path != "host":
-                close_gpu(self._node, self._handle, self._side, max(0.0, end - time.monotonic()))
+                wait_ms = max(0.0, end - time.monotonic()) * 1e3
+                self._node.channel_close(self._handle, wait_ms, "", False)
         finally:
-            self._dropped()  # what is left of it: the keys are free
             self.outgoing, self.incoming, self.tensors, self.rows = [], [], [], []
             self._places = []
+            self._dropped()  # what is left of it: the keys are free
 
     def __enter__(self) -> Self:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +35,10 @@ def piece(tensor: Tensor) -> Piece:
 
 
 class _Words:
-    """int64 memory of a GPU, for torch.as_tensor."""
+    """int64 memory of a lane, for torch.as_tensor, whose tensors keep this."""
 
-    def __init__(self, address: int, n: int) -> None:
+    def __init__(self, lane: Any, address: int, n: int) -> None:
+        self._lane = lane
         self.__cuda_array_interface__ = {
             "shape": (n,),
             "typestr": "<i8",
@@ -86,6 +88,7 @@ class GpuSide:
         except BaseException:
             self.lane.close()
             raise
+        self._words: weakref.WeakSet[_Words] = weakref.WeakSet()  # that tensors use
         self.lane.hold([t for row in (*outgoing, *incoming) for t in row])
         self._device = device
         # A peer may write to these tensors from now on, and what filled them comes first.
@@ -119,8 +122,9 @@ class GpuSide:
             return [
                 torch.empty(0, dtype=torch.int64, device=f"cuda:{self._device}") for _ in counts
             ]
-        words = torch.as_tensor(_Words(address, sum(counts)), device=f"cuda:{self._device}")
-        return list(words.split(counts))
+        memory = _Words(self.lane, address, sum(counts))
+        self._words.add(memory)
+        return list(torch.as_tensor(memory, device=f"cuda:{self._device}").split(counts))
 
     def status(self) -> tuple[int, int]:
         return self.lane.status()
@@ -142,5 +146,12 @@ class GpuSide:
         """Waits for the queued work. Each wait in it has a time limit."""
         self.lane.finish()
 
-    def close(self) -> None:
-        self.lane.close()
+    def end(self) -> None:
+        """Ends the side, and waits for the queued work."""
+        self.lane.end()
+
+    def close(self) -> bool:
+        """Ends the side and gives back its memory. False: not yet. A graph or a tensor of rows()
+        uses it, or a capture forbids to wait for the queued work."""
+        self.lane.end()
+        return not self._words and self.lane.close()

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fserver.channel import describe
-from fserver.channel.channel import Channel, How, captured, close_all, close_gpu
+from fserver.channel import describe, parting
+from fserver.channel.channel import PARTING_S, Channel, How, captured, close_all
 from fserver.channel.opening import Opening, ServerOpening, WorkerOpening, gpu_of
 from fserver.channel.plan import Table
 from fserver.channel.tune import tuned
@@ -51,6 +51,7 @@ class Opener:
     def close(self) -> None:
         """Closes all channels that are open."""
         close_all(list(self._all))
+        parting.sweep()
 
     @contextlib.contextmanager
     def called(self, name: str | None) -> Iterator[str]:
@@ -177,10 +178,11 @@ class Opener:
             it.refuse(error)
             self._keys.difference_update(push_keys)
             why = describe.lasting(how.mode, error) if worker else ""
-            if it.side:
-                close_gpu(self._node, it.handle, it.side, why=why)
-            else:
-                self._node.channel_close(it.handle, 0, why)
+            try:
+                self._node.channel_close(it.handle, PARTING_S * 1e3 if it.side else 0, why)
+            finally:
+                if it.side:
+                    it.side.close()
             raise
 
     def _begin(self, how: How, push_keys: Sequence[int]) -> int:
@@ -203,6 +205,7 @@ class Opener:
                 )
             self._keys.update(push_keys)
         try:
+            parting.wait(self._node, how.name, how.timeout_ms)
             handle: int = self._node.channel_open(how.name)
         except BaseException:
             self._keys.difference_update(push_keys)

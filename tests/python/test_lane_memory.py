@@ -4,6 +4,7 @@ Over a driver without a GPU: see lanes.py."""
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from itertools import product
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from lanes import (
     DRIVER,
+    ROWS,
     UNSUPPORTED,
     Side,
     at_rest,
@@ -26,10 +28,12 @@ from lanes import (
     run_check,
 )
 from nodes import LIMIT as WAIT
-from nodes import open_cluster, together
+from nodes import eventually, open_cluster, together
 
 import fserver
-from fserver.channel import opening
+from fserver.channel import channel as channels
+from fserver.channel import opening, parting
+from fserver.channel.gpu import _Words
 
 
 @over_driver()
@@ -95,6 +99,56 @@ def test_no_pinned_memory() -> None:
     text = "allocate pinned memory: out of memory .*open fewer channels, or raise ulimit -l"
     refuses(lambda: w.lane.peek(w.plan.arena, 64), fserver.Error, text)
     refuses(lambda: pair("copy"), fserver.Error, text)
+
+
+@over_driver(*product(("kernel", "copy"), ("close", "collect")))
+def test_a_peer_that_has_not_closed(mode: str, how: str) -> None:
+    """It may still write to the memory of a side that is closed: its graph may be replayed. Nobody
+    opens the next channel of the name before it has closed its side."""
+    on_gpus()
+    channels.PARTING_S = 0.1
+    cluster = open_cluster()
+    before = at_rest()
+    w, s = opened(cluster, mode, "it")
+    held = DRIVER.held
+    if how == "close":
+        s.close()
+    del s
+    gc.collect()
+    parting.sweep()
+    assert DRIVER.held == held > before
+    keys, out = [0], [torch.zeros(ROWS, 4)]
+    refuses(
+        lambda: cluster.server.channel(keys, out, [1], name="it", timeout_ms=100),
+        fserver.TimeoutError,
+        "a peer has not closed its side of the earlier channel 'it' within timeout_ms=100",
+    )
+    w.close()
+    eventually(lambda: parting.sweep() or DRIVER.held == before)
+    again = opened(cluster, mode, "it")
+    assert [ch.path for ch in again] == [mode] * 2
+    cluster.close()
+    eventually(lambda: parting.sweep() or DRIVER.held == before)
+
+
+@over_driver("close", "collect")
+def test_rows_that_are_still_there(how: str) -> None:
+    """The tensors of the numbers of rows are memory of the channel."""
+    on_gpus()
+    cluster = open_cluster()
+    before = at_rest()
+    w, s = opened(cluster, "copy", "it")
+    words = _Words(w._side.lane, 0, 1)
+    w._side._words.add(words)
+    if how == "close":
+        together([w.close, s.close])
+    del w, s
+    gc.collect()
+    eventually(lambda: parting.sweep() or len(parting._kept) == 1)
+    assert DRIVER.held > before
+    del words
+    eventually(lambda: parting.sweep() or DRIVER.held == before)
+    cluster.close()
 
 
 REMEDIES = {
