@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstring>
 #include <tuple>
+#include <utility>
 
 #include "error.h"
 #include "lane_inside.h"
@@ -21,6 +22,10 @@ constexpr uint64_t kPiece = 2 << 20;
 
 const char kFull[] =
     "(call torch.cuda.empty_cache() to release memory that torch caches)";
+
+// Lanes that nobody has any more, but of which something is in use. Guarded by the GIL; memory may go
+// after what is static.
+std::vector<Lane *> &left = *new std::vector<Lane *>;
 
 } // namespace
 
@@ -56,6 +61,8 @@ Lane::Lane(int device, const std::string &image, int64_t timeout_ns,
     : device_(device), programmatic_(programmatic),
       patience_(static_cast<uint64_t>(timeout_ns)) {
   open_driver("channel");
+  for (Lane *lane : std::exchange(left, {}))
+    Leave()(lane);
   const Relaxed relaxed;
   Tried tried;
   unlocked([&] {
@@ -385,6 +392,8 @@ void Lane::give_back(bool entered) {
 void Lane::Leave::operator()(Lane *lane) const {
   if (lane->close())
     delete lane;
+  else
+    left.push_back(lane);
 }
 
 } // namespace fserver

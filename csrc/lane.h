@@ -49,7 +49,7 @@ public:
   Lane(const Lane &) = delete;
   Lane &operator=(const Lane &) = delete;
 
-  // Deletes a lane after its end. One of which something is still in use stays.
+  // Deletes a lane after its end: at once, or when another is made and it can be closed.
   struct Leave {
     void operator()(Lane *lane) const;
   };

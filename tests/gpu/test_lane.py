@@ -3,6 +3,7 @@ they have through a pipe."""
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -478,6 +479,62 @@ def test_one_way_ends(pair: Pair, mode: str, late: int) -> None:
     assert 0.4 < took < 5
     assert status == (2, 0)
     assert results[late][0] < 5
+
+
+def replayed_after_close(side: Side, mode: str, size: int) -> None:
+    """Both sides have ended when side 0 replays its graph. The replay ends, and its kernels leave
+    the memory of the peer as it is."""
+    import torch
+
+    device = f"cuda:{side.device}"
+    t = torch.zeros(size // 4, dtype=torch.int32, device=device)
+    r = torch.zeros(size // 4, dtype=torch.int32, device=device)
+    channel = side.open([t], [r], mode, timeout_ms=2000)
+    calls = (channel.send, channel.recv)
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            t.add_(1)
+            for call in calls if side.index == 0 else reversed(calls):
+                call()
+        for _ in range(3):
+            graph.replay()
+        stream.synchronize()
+        assert channel.status() == (0, 0)
+        assert bool((r == 3).all())
+        side.barrier()
+        rows = channel.rows()[0]
+        channel.end()
+        side.barrier()
+        r.fill_(7)
+        stream.synchronize()
+        side.barrier()
+        if side.index == 0:
+            started = time.monotonic()
+            for _ in range(3):
+                graph.replay()
+            stream.synchronize()
+            assert time.monotonic() - started < 1
+        side.barrier()
+        assert bool((r == 7).all()) or mode == "copy"
+        assert rows.tolist() == [size // 4]
+    del calls, rows
+    assert not channel.close()
+    del graph
+    gc.collect()
+    end = time.monotonic() + 5
+    while not channel.close():
+        assert time.monotonic() < end, "the graph is not gone"
+        time.sleep(0.001)
+    side.barrier()
+    side.channels.clear()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [4 * KIB, 200 * KIB, 4 * MIB])
+def test_replayed_after_close(pair: Pair, mode: str, size: int) -> None:
+    pair.run(replayed_after_close, mode=mode, size=size)
 
 
 def sends_no_more(side: Side, size: int) -> None:
