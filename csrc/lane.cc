@@ -302,8 +302,10 @@ void Lane::end() {
   if (closed_)
     return;
   closed_ = true;
-  if (!context_ || forked.load())
+  if (!context_ || forked.load()) {
+    ended_ = true;
     return;
+  }
   abort(); // what still waits on a stream ends, and what another thread waits for
   while (busy_ && !exiting.load())
     unlocked([] {
@@ -322,6 +324,7 @@ void Lane::end() {
   if (graphs_.any())
     refuse_replays();
   cs_cu.CtxSetCurrent(old);
+  ended_ = true;
 }
 
 // Has kernels of graphs send nothing more, nor wait for anything. Waits of copies are ended by the
@@ -338,7 +341,7 @@ void Lane::refuse_replays() {
 
 bool Lane::close() {
   end();
-  if (gone_ || stays_)
+  if (gone_ || stays_ || !ended_) // another thread is in end()
     return gone_;
   if (!context_ ||
       forked.load()) { // a child has neither the driver nor the watcher

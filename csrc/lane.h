@@ -186,7 +186,8 @@ private:
   const char *broken_ = nullptr; // the call that failed after that
   bool captured_ = false; // in graphs, which may be replayed on any stream
   Graphs graphs_;
-  bool over_ = false; // what was enqueued, at the end
+  bool ended_ = false; // end() has returned
+  bool over_ = false;  // what was enqueued, at the end
   bool stays_ =
       false; // a thread that the interpreter has left behind is in a call
   bool gone_ = false;   // all is given back

@@ -478,6 +478,9 @@ def test_in_two_threads(mode: str) -> None:
     while end.value != ENDED:
         time.sleep(0.001)
     closes.join(0.05)
+    held = DRIVER.held
+    assert not w.lane.close()  # a third thread
+    assert DRIVER.held == held
     assert closes.is_alive() and sends.is_alive()
     DRIVER.waits = 0  # as a kernel ends that has seen the word
     closes.join()
