@@ -191,7 +191,8 @@ private:
   bool stays_ =
       false; // a thread that the interpreter has left behind is in a call
   bool gone_ = false;   // all is given back
-  bool short_ = false;  // copies tell their rows: the last were of fewer
+  bool short_ = false;  // copies tell their rows: some were of fewer
+  bool untold_ = false; // there may be a graph whose copies do not
   std::thread watcher_; // of copies: nothing else ends their waits
   cs_stream watcher_streams_[3] = {}; // the last for copies
   std::vector<uint64_t> ends_; // the flags and credits that a stream waits for

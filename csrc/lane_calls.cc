@@ -303,8 +303,10 @@ cs_result Lane::copy_out(cs_stream s) {
     words.write(word(kSendWaits), kGoesOn);
     rc = words.enqueue(s, &begun_);
   }
-  // A graph runs at any time, so that nobody knows what was told last.
-  short_ = short_ || !rows_.empty() || captured_ || capturing(s);
+  // Which message a graph is replayed behind is not known, so from the first
+  // message of fewer rows on, all tell theirs.
+  short_ = short_ || !rows_.empty();
+  untold_ = untold_ || (!short_ && capturing(s));
   for (const Segment &g : out_.copies) {
     const uint64_t rows =
         rows_.empty() ? g.s.rows : rows_[static_cast<size_t>(g.tensor)];
@@ -321,8 +323,6 @@ cs_result Lane::copy_out(cs_stream s) {
     rc = words.enqueue(s, &told);
     begun_ = begun_ || (told && g.s.flags);
   }
-  if (rc == CS_CU_SUCCESS) // else the number may be of a part
-    short_ = !rows_.empty();
   return rc;
 }
 
@@ -394,6 +394,11 @@ void Lane::send(PyObject *rows) {
       some.push_back(static_cast<uint32_t>(n));
     }
   }
+  if (!some.empty() && untold_)
+    raise(Kind::kConfig,
+          "send: rows is not possible, because a send() of all rows was "
+          "captured, whose copies do not tell their rows: call "
+          "send(rows=...) once before the first capture");
   cs_stream s = stream("send", true);
   turn("send", true);
   held_.check("send", kReopen);

@@ -283,7 +283,7 @@ def test_two_threads_with_one_key() -> None:
         raise fserver.ClosedError(name)
 
     made = opener.Opener(SimpleNamespace(channel_open=channel_open))
-    how: Any = SimpleNamespace(mode="host", name="it")
+    how: Any = SimpleNamespace(mode="host", name="it", timeout_ms=1000)
     first = in_thread(made._begin, how, [1, 2])
     assert inside.wait(LIMIT)
     with pytest.raises(fserver.ConfigError, match="another open channel of this node has key 2"):
