@@ -143,8 +143,8 @@ func (s *sink) Batch(reqs []*node.Request) error {
 	return nil
 }
 
-// goText copies n bytes of C's.
-func goText(p *C.char, n C.size_t) string { return C.GoStringN(p, C.int(n)) }
+// goText copies n bytes of C's, at most a few more than whoever takes the text accepts.
+func goText(p *C.char, n C.size_t) string { return C.GoStringN(p, C.int(min(n, 1<<20))) }
 
 func addressOf(p *C.uint32_t) uintptr { return uintptr(unsafe.Pointer(p)) }
 

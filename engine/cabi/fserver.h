@@ -20,7 +20,7 @@
 //  EAGAIN       the slice of a waiting call is over: call again
 //  ENOBUFS      the buffer is too small; *need says what is needed
 //  everything else: a failure of the system or of the engine   (Error)
-// A fault of the engine itself, or a pointer that leads nowhere, is EIO with a text
+// A fault of the engine itself, or a pointer that is NULL where it must not be, is EIO with a text
 // that starts with "engine: panic: " and names the functions that were running. It
 // closes the node of the call: all its calls end with that error.
 //

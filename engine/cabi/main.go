@@ -272,9 +272,12 @@ func fs_close(h C.fs_node) C.int {
 //export fs_free
 func fs_free(h C.fs_node) C.int {
 	return on(h, func(nd *node.Node) error {
-		if !nodes.drop(h) {
+		n := nodes.drop(h)
+		if n == nil {
 			return errHandle(h)
 		}
+		_ = nd.Close() // which ends the other calls; Free says why it failed
+		n.alone()
 		return nd.Free()
 	})
 }
@@ -310,11 +313,16 @@ func call(f func() error) (rc C.int) {
 // on is call for an export that needs the node of a handle.
 func on(h C.fs_node, f func(*node.Node) error) (rc C.int) {
 	defer guard(&rc, h)
-	nd := nodes.all()[h]
-	if nd == nil {
+	n := nodes.all()[h]
+	if n == nil {
 		return fail(errHandle(h))
 	}
-	return fail(f(nd))
+	n.calls.Add(1)
+	defer n.calls.Add(-1)
+	if n.gone.Load() {
+		return fail(errHandle(h))
+	}
+	return fail(f(n.Node))
 }
 
 // guard turns a panic into an error, and closes the node that it was a call of: no
@@ -335,12 +343,26 @@ func guard(rc *C.int, h C.fs_node) {
 type table struct {
 	mu   sync.Mutex
 	last C.fs_node
-	open atomic.Pointer[map[C.fs_node]*node.Node]
+	open atomic.Pointer[map[C.fs_node]*entry]
+}
+
+// entry is an open node, and how many calls of it are under way.
+type entry struct {
+	*node.Node
+	calls atomic.Int64
+	gone  atomic.Bool // no further call begins
+}
+
+// alone waits until the call that asks is the only one.
+func (n *entry) alone() {
+	for n.gone.Store(true); n.calls.Load() > 1; {
+		time.Sleep(100 * time.Microsecond)
+	}
 }
 
 var nodes table
 
-func (tb *table) all() map[C.fs_node]*node.Node {
+func (tb *table) all() map[C.fs_node]*entry {
 	if open := tb.open.Load(); open != nil {
 		return *open
 	}
@@ -353,20 +375,20 @@ func (tb *table) add(n *node.Node) C.fs_node {
 	tb.last++
 	open := maps.Clone(tb.all())
 	if open == nil {
-		open = map[C.fs_node]*node.Node{}
+		open = map[C.fs_node]*entry{}
 	}
-	open[tb.last] = n
+	open[tb.last] = &entry{Node: n}
 	tb.open.Store(&open)
 	return tb.last
 }
 
-// drop takes a node out and reports whether it was there.
-func (tb *table) drop(h C.fs_node) bool {
+// drop takes a node out and returns it, or nil if it is not there.
+func (tb *table) drop(h C.fs_node) *entry {
 	tb.mu.Lock()
 	defer tb.mu.Unlock()
 	open := maps.Clone(tb.all())
+	n := open[h]
 	delete(open, h)
-	there := len(open) < len(tb.all())
 	tb.open.Store(&open)
-	return there
+	return n
 }

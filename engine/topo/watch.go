@@ -4,15 +4,15 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
 	"os"
 
 	"golang.org/x/sys/unix"
 )
 
 // WatchLinks reports when one of the interfaces goes down, with the reason, and when it is up again, with
-// nil. All are up at first, and one without a name stays so. It returns when ctx ends, or with an error if the kernel does not tell.
-func WatchLinks(ctx context.Context, names []string, report func(i int, why error)) error {
+// nil. All are up at first, and one without a name stays so. It returns when ctx ends, or with an error if the kernel does not
+// tell. Then nobody knows what is down, so all count as up.
+func WatchLinks(ctx context.Context, names []string, report func(i int, why error)) (err error) {
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_ROUTE)
 	if err != nil {
 		return fmt.Errorf("topo: open a netlink socket: %w", err)
@@ -24,14 +24,23 @@ func WatchLinks(ctx context.Context, names []string, report func(i int, why erro
 	}
 	defer context.AfterFunc(ctx, func() { _ = news.Close() })()
 	down, message := make([]bool, len(names)), make([]byte, 1<<16)
+	tell := func(i int, why error) {
+		if (why != nil) != down[i] {
+			down[i] = why != nil
+			report(i, why)
+		}
+	}
+	defer func() {
+		if err != nil {
+			for i := range names {
+				tell(i, nil)
+			}
+		}
+	}()
 	for {
 		for i, name := range names {
-			if name == "" {
-				continue
-			}
-			if why := linkDown(name); (why != nil) != down[i] {
-				down[i] = why != nil
-				report(i, why)
+			if name != "" {
+				tell(i, linkDown(fd, name))
 			}
 		}
 		// What a message says is not read: the interfaces are asked anew. ENOBUFS says that some were lost.
@@ -44,15 +53,19 @@ func WatchLinks(ctx context.Context, names []string, report func(i int, why erro
 	}
 }
 
-// linkDown says why nothing can travel over an interface, or nil.
-func linkDown(name string) error {
-	i, err := net.InterfaceByName(name)
+// linkDown says why nothing can travel over an interface, or nil. It asks through a socket that is open, so that it fails for
+// want of nothing.
+func linkDown(fd int, name string) error {
+	i, err := unix.NewIfreq(name)
+	if err == nil {
+		err = unix.IoctlIfreq(fd, unix.SIOCGIFFLAGS, i)
+	}
 	switch {
 	case err != nil:
-		return fmt.Errorf("interface %s is gone", name)
-	case i.Flags&net.FlagUp == 0:
+		return fmt.Errorf("interface %s is gone: %w", name, err)
+	case i.Uint16()&unix.IFF_UP == 0:
 		return fmt.Errorf("interface %s is down", name)
-	case i.Flags&net.FlagRunning == 0:
+	case i.Uint16()&unix.IFF_RUNNING == 0:
 		return fmt.Errorf("interface %s has no carrier", name)
 	}
 	return nil

@@ -673,6 +673,24 @@ CASE(close_ends_a_blocked_call) {
   free_mesh(&m);
 }
 
+static void *trace_until_gone(void *arg) {
+  struct call *c = arg;
+  int64_t stamps[8];
+  do
+    c->rc = fs_trace(c->node, 1, stamps);
+  while (c->rc != -EBADF);
+  return NULL;
+}
+
+CASE(free_beside_calls) {
+  struct mesh m = open_mesh();
+  struct call c = {.node = m.server, .rc = 1};
+  pthread_t thread;
+  CHECK(pthread_create(&thread, NULL, trace_until_gone, &c) == 0);
+  free_mesh(&m);
+  CHECK(pthread_join(thread, NULL) == 0);
+}
+
 /* A pointer into the first page makes the engine panic where it is used: here while it
  * holds what only one thread may hold. The process goes on, the node is closed, and
  * whoever waits or calls gets the error. */

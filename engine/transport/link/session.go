@@ -8,9 +8,12 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
+	"unicode"
+	"unicode/utf8"
 
 	"golang.org/x/sys/unix"
 
@@ -123,13 +126,26 @@ func (s *Session) Hear() ([]byte, error) {
 	case len(m) > 0 && m[0] == tellMore:
 		return m[1:], nil
 	case len(m) > 1 && m[0] == tellEnd:
-		return nil, fmt.Errorf("the peer: %s", m[1:])
+		return nil, said(m[1:])
 	case len(m) > 1 && m[0] == tellAgain:
-		return nil, &transport.AgainError{Err: fmt.Errorf("the peer: %s", m[1:])}
+		return nil, &transport.AgainError{Err: said(m[1:])}
 	case len(m) == 1 && m[0] == tellEnd:
 		return nil, fmt.Errorf("the peer closed the connection: %w", io.EOF)
 	}
 	return nil, fmt.Errorf("the peer sent a message of %d bytes out of turn", len(m))
+}
+
+// maxSaid is how many bytes of a peer's reason are taken.
+const maxSaid = 1000
+
+// said is the reason that a peer has given. Who has not proved anything may be at the other end, so it is made fit to be printed.
+func said(reason []byte) error {
+	return fmt.Errorf("the peer: %s", strings.Map(func(c rune) rune {
+		if c == utf8.RuneError || !unicode.IsPrint(c) {
+			return '?'
+		}
+		return c
+	}, string(reason[:min(len(reason), maxSaid)])))
 }
 
 // End tells the peer why, with nil for a close in good order, and closes the socket.

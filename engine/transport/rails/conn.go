@@ -352,13 +352,7 @@ func (c *Conn) serve(p *link.Found) {
 	}
 	c.give(p)
 	for _, r := range c.rails {
-		if r.refused == nil || r.down != nil {
-			continue
-		}
-		a := &c.f.asked[r.at]
-		if a.seen = c.f.polls; a.quiet-r.quiet >= quietPolls {
-			r.wentDown(r.refused)
-		}
+		r.judge()
 	}
 	if o.next > o.sealed && !o.over {
 		if c.idle++; c.idle > sealPolls {

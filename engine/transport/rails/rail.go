@@ -112,6 +112,17 @@ func (r *rail) refuses(err error) {
 	}
 }
 
+// judge takes a refusal that no EvDown has followed, or has r's Fabric asked by the next Poll.
+func (r *rail) judge() {
+	if r.refused == nil || r.down != nil {
+		return
+	}
+	a := &r.f.asked[r.at]
+	if a.seen = r.f.polls; a.quiet-r.quiet >= quietPolls {
+		r.wentDown(r.refused)
+	}
+}
+
 // op makes the op of an entry. head is room for the frame of one.
 func (r *rail) op(op *transport.Op, head []byte, e *entry) error {
 	c := r.c
