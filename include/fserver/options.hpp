@@ -56,8 +56,10 @@ namespace detail {
 class Settings {
 public:
   explicit Settings(const Options &o) {
-    if (o.environment)
+    if (o.environment) {
       inherit();
+      give_way(o);
+    }
     for (const auto &[name, value] : o.settings)
       all_[name] = value;
     add_members(o);
@@ -132,6 +134,25 @@ private:
     if (const auto it = all_.find("CUDA_VISIBLE_DEVICES");
         it != all_.end() && it->second.empty())
       all_.erase(it);
+  }
+  // Takes out what would leave a given option without effect.
+  void give_way(const Options &o) {
+    const auto given = [&](const std::string &member, const char *name) {
+      const auto it = o.settings.find(name);
+      return member.empty() && it != o.settings.end() ? it->second : member;
+    };
+    const std::string host = given(o.host, "DMLC_NODE_HOST"),
+                      interface = given(o.interface, "DMLC_INTERFACE");
+    if (!host.empty())
+      all_.erase("DMLC_INTERFACE");
+    if (!interface.empty())
+      all_.erase("DMLC_NODE_HOST");
+    for (const std::string &at :
+         {host, interface, given(o.scheduler, "DMLC_PS_ROOT_URI")})
+      if (!at.empty() && at != "lo" && at.rfind("127.", 0) != 0 &&
+          at.rfind("[::1]", 0) != 0 && at.rfind("::1", 0) != 0 &&
+          at.rfind("localhost", 0) != 0)
+        all_.erase("DMLC_LOCAL");
   }
   void add(const char *name, const std::string &value) {
     if (!value.empty())

@@ -143,6 +143,31 @@ CASE(environment) {
   unsetenv("DMLC_NUM_SERVER");
 }
 
+CASE(options_before_the_environment) {
+  setenv("DMLC_INTERFACE", "auto", 1);
+  setenv("DMLC_NODE_HOST", "10.0.0.1", 1);
+  setenv("DMLC_LOCAL", "1", 1);
+  const auto left = [](const char *name, const Options &o) {
+    return detail::Settings(o).take(name);
+  };
+  Options host, interface, scheduler, none;
+  host.host = "127.0.0.1";
+  EXPECT_EQ(left("DMLC_INTERFACE", host), "");
+  EXPECT_EQ(left("DMLC_LOCAL", host), "1");
+  host.settings["DMLC_INTERFACE"] = "eth1";
+  EXPECT_EQ(left("DMLC_INTERFACE", host), "eth1");
+  interface.settings["DMLC_INTERFACE"] = "eth0";
+  EXPECT_EQ(left("DMLC_NODE_HOST", interface), "");
+  EXPECT_EQ(left("DMLC_LOCAL", interface), "");
+  scheduler.scheduler = "10.0.0.2:7000";
+  EXPECT_EQ(left("DMLC_LOCAL", scheduler), "");
+  EXPECT_EQ(left("DMLC_INTERFACE", scheduler), "auto");
+  EXPECT_EQ(left("DMLC_NODE_HOST", none), "10.0.0.1");
+  EXPECT_EQ(left("DMLC_LOCAL", none), "1");
+  for (const char *name : {"DMLC_INTERFACE", "DMLC_NODE_HOST", "DMLC_LOCAL"})
+    unsetenv(name);
+}
+
 CASE(errors) {
   static_assert(std::is_base_of_v<std::runtime_error, Error>);
   static_assert(std::is_nothrow_copy_constructible_v<PeerLostError>);
