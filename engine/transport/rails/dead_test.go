@@ -89,7 +89,11 @@ func TestSlowEnd(t *testing.T) {
 	release := sync.OnceFunc(func() { close(m.hold) })
 	t.Cleanup(release)
 	m.fail(errors.New("the device is gone"))
-	d.until("it is being closed", func() bool { d.a.poll(); d.b.poll(); return m.shut.Load() })
+	d.until("it is being closed, as both sides know", func() bool {
+		d.a.poll()
+		d.b.poll()
+		return m.shut.Load() && !rails.LiveOver(d.a.c, 0) && !rails.LiveOver(d.b.c, 0)
+	})
 	d.traffic(50, func() { d.a.f.Arm() })
 	d.a.f.Deregister(before)
 	require.False(t, m.called.Load())

@@ -230,19 +230,19 @@ func (f *Fabric) leave() {
 	for _, c := range conns {
 		c.destroy()
 	}
-	for i := range regions {
-		_ = regions[i].deregister()
-	}
-	f.release()
-	f.Owned(func() {
+	f.Owned(func() { // which peers may wait for
 		for _, c := range conns {
 			c.leave()
 		}
 		for _, c := range f.conns.All {
 			f.queue.Push(c)
 		}
-		f.left = true
 	})
+	for i := range regions {
+		_ = regions[i].deregister()
+	}
+	f.release()
+	f.Owned(func() { f.left = true })
 	f.back.wait()
 }
 
