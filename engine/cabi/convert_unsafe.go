@@ -143,7 +143,7 @@ func (s *sink) Batch(reqs []*node.Request) error {
 	return nil
 }
 
-// goText copies n bytes of C's, at most a few more than whoever takes the text accepts.
+// goText copies a text of C's, at most 1 MiB of it. No function that takes a text accepts as much.
 func goText(p *C.char, n C.size_t) string { return C.GoStringN(p, C.int(min(n, 1<<20))) }
 
 func addressOf(p *C.uint32_t) uintptr { return uintptr(unsafe.Pointer(p)) }

@@ -446,7 +446,8 @@ int fs_stop(fs_node node, int64_t slice_ns);
 // stay readable until fs_free.
 int fs_close(fs_node node);
 
-// fs_close, and forgets the handle and its words.
+// fs_close, waits until no other thread is in a call of the node, and forgets the
+// handle and its words.
 int fs_free(fs_node node);
 
 // What is alive, for leak tests: nodes, receive buffers, goroutines.

@@ -138,7 +138,8 @@ func (s *Session) Hear() ([]byte, error) {
 // maxSaid is how many bytes of a peer's reason are taken.
 const maxSaid = 1000
 
-// said is the reason that a peer has given. Who has not proved anything may be at the other end, so it is made fit to be printed.
+// said makes an error of the reason that a peer has given. The peer may not have proved the secret yet, so what cannot be printed
+// is replaced.
 func said(reason []byte) error {
 	return fmt.Errorf("the peer: %s", strings.Map(func(c rune) rune {
 		if c == utf8.RuneError || !unicode.IsPrint(c) {
