@@ -383,3 +383,9 @@ func TestSharedIdentity(t *testing.T) {
 		require.NotEqual(t, golden, other)
 	}
 }
+
+// TestSaid: a peer's reason cannot change a terminal or a log, and is short.
+func TestSaid(t *testing.T) {
+	require.EqualError(t, said([]byte("no\x1b[2J\nroom\xff für")), "the peer: no?[2J?room? für")
+	require.Len(t, said(make([]byte, 4000)).Error(), len("the peer: ")+maxSaid)
+}

@@ -22,8 +22,8 @@ func absent(m transport.Fabric) bool {
 	return ok
 }
 
-// answers reports whether a member is to be called under mu: its Close, of which it tells, may have its lock for long, and ends
-// all of its Conns and keys.
+// answers reports whether a member may be called under mu. One that has failed is not called until its Close has returned, which may
+// hold its lock for long. Close ends all of its Conns and keys.
 func (f *Fabric) answers(at int) bool {
 	d := &f.dead[at]
 	return d.why == nil || d.shut && !d.over
@@ -48,7 +48,7 @@ func (f *Fabric) broke(at, n int, err error) error {
 		return err
 	case d.why == nil:
 		d.why = err
-		for _, r := range slices.Collect(maps.Values(f.rails)) { // none waits for the end of Close
+		for _, r := range slices.Collect(maps.Values(f.rails)) { // they do not wait until Close has returned
 			if r.at == at && r.down == nil {
 				r.wentDown(err)
 			}

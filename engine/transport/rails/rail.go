@@ -193,7 +193,7 @@ func (r *rail) close() {
 	case !r.f.answers(r.at):
 	case r.c != nil && untold && r.c.broken: // the peer has not been told on this member
 		r.conn.CloseFor(r.c.err)
-	case r.c != nil && r.refused != nil && !r.c.closed: // nor has it, and the member may go on
+	case r.c != nil && r.refused != nil && !r.c.closed: // the peer's member may still work
 		r.conn.CloseFor(r.refused)
 	default:
 		r.conn.Close()

@@ -218,8 +218,8 @@ func (f *Fabric) Close() error {
 	return nil
 }
 
-// leave makes the last calls of the device. They may take long, so they are made without the owner: from Shut on, nobody
-// else calls the device.
+// leave makes the last calls of the device. They may take long, so the owner is not held: after Shut nobody else calls the
+// device.
 func (f *Fabric) leave() {
 	var conns []*Conn
 	var regions []region
@@ -230,7 +230,7 @@ func (f *Fabric) leave() {
 	for _, c := range conns {
 		c.destroy()
 	}
-	f.Owned(func() { // which peers may wait for
+	f.Owned(func() { // before memory is unpinned: peers may wait for the end of their Conns
 		for _, c := range conns {
 			c.leave()
 		}
