@@ -202,8 +202,8 @@ func wake(w *world) {
 	}
 }
 
-// again closes the Conn at one end, waits until both ends are over, and opens
-// it anew on the same memory.
+// again closes the Conn at one end, then at the other, and opens it anew on the
+// same memory when both have given EvClosed: until then writes may still land.
 func (p *path) again(r *rand.Rand) {
 	w := p.to.w
 	p.to.cut, p.back.cut = true, true
@@ -213,7 +213,9 @@ func (p *path) again(r *rand.Rand) {
 	}
 	end.close()
 	wake(w)
-	w.until("both ends of a closed conn are over", func() bool { return other.isDown && end.idle() && other.idle() })
+	w.until("the peer hears", func() bool { return other.isDown })
+	other.close()
+	w.until("both ends of a closed conn are over", func() bool { return end.isOver && other.isOver })
 	for _, d := range end.done {
 		if d.err != nil && !errors.Is(d.err, transport.ErrClosed) {
 			w.Errorf("an op on a conn that its user closed ended in %v", d.err)
