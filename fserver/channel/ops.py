@@ -5,9 +5,11 @@
 
 Both operators declare that they change ``token``, so the compiler keeps the calls and their order.
 ``recv`` declares that it changes the tensors. It takes ``[*ch.incoming, *ch.rows]`` too: pass that
-in a function that reads ``ch.rows``, or a compiler may read them before the message has come. If
-the compiler passes a copy of a tensor instead of the channel's own, the operators copy between the
-two. Inductor takes the channel's own for unchanged then: see docs/channels.md.
+in a function that reads ``ch.rows``, or a compiler may read them before the message has come.
+
+A tensor that is not the channel's own is copied to or from it. A function that receives several
+messages passes new tensors to each ``recv``. The next ``send`` allows the peer to overwrite
+``ch.incoming``, which no compiler knows: it may still have to read the message there.
 """
 
 from __future__ import annotations

@@ -180,16 +180,22 @@ def compiled(side: Side, backend: str, mode: str) -> None:
     # The first to have compiled its step waits for the other.
     with node(side) as own, opened(side, own, 4096, mode, 3, timeout_ms=60000) as ch:
 
-        def worker(x: Any) -> Any:
-            ch.outgoing[0].copy_(x * 2)
+        def exchange(x: Any) -> Any:
+            ch.outgoing[0].copy_(x)
             torch.ops.fserver.send(ch.number, ch.outgoing, ch.token)
-            torch.ops.fserver.recv(ch.number, ch.incoming, ch.token)
-            return ch.incoming[0] + 1
+            y = torch.empty_like(ch.incoming[0])
+            torch.ops.fserver.recv(ch.number, [y], ch.token)
+            return y
+
+        def worker(x: Any) -> Any:
+            y, z = exchange(x * 2), exchange(x + 1)
+            return y + 3 * z  # after both
 
         def server(x: Any) -> Any:
-            torch.ops.fserver.recv(ch.number, ch.incoming, ch.token)
-            ch.outgoing[0].copy_(ch.incoming[0] + x)
-            torch.ops.fserver.send(ch.number, ch.outgoing, ch.token)
+            for _ in range(2):
+                torch.ops.fserver.recv(ch.number, ch.incoming, ch.token)
+                ch.outgoing[0].copy_(ch.incoming[0] + x)
+                torch.ops.fserver.send(ch.number, ch.outgoing, ch.token)
             return x
 
         step = torch.compile(worker if side.index == 0 else server, backend=backend, fullgraph=True)
@@ -198,7 +204,8 @@ def compiled(side: Side, backend: str, mode: str) -> None:
             y = step(several + i if side.index == 0 else torch.full_like(several, 10 * i))
             torch.cuda.synchronize()
             if side.index == 0:
-                assert torch.equal(y, 2 * (several + i) + 10 * i + 1)
+                x = several + i
+                assert torch.equal(y, 2 * x + 10 * i + 3 * (x + 1 + 10 * i))
         ch.check()
         side.barrier()
 

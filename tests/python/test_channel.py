@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from channels import MS, WAYS, MakeCluster, both, freed, needs_compiler, patient
+from channels import MS, WAYS, MakeCluster, both, freed, patient
 from nodes import LIMIT, Child, Cluster, Parent, in_thread, open_cluster, together
 
 import fserver
@@ -617,120 +616,3 @@ def test_killed_server(child: Callable[..., Child], way: str) -> None:
     finally:
         worker.close()
         scheduler.close()
-
-
-# torch.ops
-
-# For inductor: one run of the C++ compiler instead of seven, which try what the processor has, and
-# no processes that compile beside this one. They would import torch, each of them.
-QUICK = {"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False, "compile_threads": 1}
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
-def test_operators(pair: Cluster, backend: str) -> None:
-    import torch._dynamo
-    import torch._inductor.config
-
-    x, y, z = torch.empty(8), torch.empty(8), torch.empty(8)
-    w, s = both(pair, [x], [y], [z])
-
-    def step(value: torch.Tensor) -> torch.Tensor:
-        x.copy_(value * 2)
-        torch.ops.fserver.send(w.number, w.outgoing, w.token)
-        torch.ops.fserver.recv(w.number, w.incoming, w.token)
-        return y + 1
-
-    def serve(n: int) -> None:
-        for _ in range(n):
-            torch.ops.fserver.recv(s.number, s.incoming, s.token)
-            z.copy_(s.tensors[0][0] + 3)
-            torch.ops.fserver.send(s.number, s.outgoing, s.token)
-
-    served = []
-
-    def compile(*graph: Any) -> Any:
-        """The server begins when this is done: it may take longer than the server waits."""
-        with torch._inductor.config.patch(QUICK):
-            made = torch._dynamo.lookup_backend(backend)(*graph)
-        served.append(in_thread(serve, 6))
-        return made
-
-    compiled = torch.compile(step, backend=compile, fullgraph=True)
-    for i in range(3):
-        assert compiled(torch.full((8,), float(10 + i))).tolist() == [2 * (10 + i) + 4] * 8
-        assert step(torch.full((8,), float(i))).tolist() == [2 * i + 4] * 8
-    [once] = served
-    once.result(LIMIT)
-    for call in (torch.ops.fserver.send, torch.ops.fserver.recv):
-        with pytest.raises(fserver.ShapeError, match=r"tensor 0 is .*32 \[1\], but the channel"):
-            call(w.number, [torch.ones(1)], w.token)
-        text = r"tensor 0 is torch.int64 \[8\], but the channel's tensor is torch.float32 \[8\]"
-        with pytest.raises(fserver.ShapeError, match=text):
-            call(w.number, [torch.ones(8, dtype=torch.int64)], w.token)
-    with pytest.raises(fserver.ShapeError, match="0 tensors given, but the channel has 1"):
-        torch.ops.fserver.send(w.number, [], w.token)
-    with pytest.raises(
-        fserver.ShapeError, match=r"3 tensors given, but the channel has 2: pass \[\*"
-    ):
-        torch.ops.fserver.recv(w.number, [y, y, y], w.token)
-    with pytest.raises(fserver.ClosedError, match="no open channel has number 999999"):
-        torch.ops.fserver.recv(999999, [y], w.token)
-
-
-@needs_compiler
-def test_rows_in_a_compiled_function(pair: Cluster) -> None:
-    """They are read after the message has come, if recv gets them too."""
-    import torch._dynamo
-    import torch._inductor.config
-
-    x, y, z = torch.zeros(8), torch.zeros(8), torch.zeros(8)
-    w, s = both(pair, [x], [y], [z])
-
-    def step(value: torch.Tensor) -> torch.Tensor:
-        x.copy_(value * 2)
-        torch.ops.fserver.send(w.number, w.outgoing, w.token)
-        torch.ops.fserver.recv(w.number, [*w.incoming, *w.rows], w.token)
-        return value * 3 + w.rows[0]  # which could be computed in one loop with x
-
-    def serve() -> None:
-        for rows in (5, 3):
-            s.recv()
-            s.send([rows])
-
-    served = []
-
-    def compile(*graph: Any) -> Any:
-        with torch._inductor.config.patch(QUICK):
-            made = torch._dynamo.lookup_backend("inductor")(*graph)
-        served.append(in_thread(serve))
-        return made
-
-    compiled = torch.compile(step, backend=compile, fullgraph=True)
-    assert [compiled(torch.ones(8))[0].item() for _ in range(2)] == [8, 6]
-    [once] = served
-    once.result(LIMIT)
-
-
-def test_operators_are_what_they_say(pair: Cluster) -> None:
-    """By what torch finds out about them."""
-    import torch._dynamo  # which takes seconds; later the server waits
-
-    x, y, z = torch.randn(8), torch.empty(8), torch.randn(8)
-
-    def until_closed(call: Callable[[], None]) -> None:
-        with contextlib.suppress(fserver.ClosedError):
-            while True:
-                call()
-
-    w, s = both(pair, [x], [], name="there")
-    served = in_thread(until_closed, s.recv)
-    torch.library.opcheck(torch.ops.fserver.send.default, (w.number, w.outgoing, w.token))
-    w.close()
-    served.result(LIMIT)
-    assert torch.equal(s.tensors[0][0], x)
-    w, s = both(pair, [], [y], [z], name="back")
-    served = in_thread(until_closed, s.send)
-    torch.library.opcheck(torch.ops.fserver.recv.default, (w.number, w.incoming, w.token))
-    w.close()
-    served.result(LIMIT)
-    assert torch.equal(y, z)
