@@ -248,8 +248,7 @@ class Server(Node):
         """Answers a request, once.
 
         Returns at once. The tensors are kept alive until they have been sent. Do not change them
-        before
-        that: until the worker's next request has come, for instance.
+        before that: until the worker's next request has come, for instance.
 
         Args:
             tensors: Q contiguous tensors, in the order of the worker's pull tensors, each with as
