@@ -4,6 +4,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"fserver/engine/wire"
 )
 
 // TestWaits: whoever waits is told for what, in each place where a push_pull can stand.
@@ -74,4 +76,19 @@ func TestWaitsOfPulls(t *testing.T) {
 	got, err = p.w.Waits(id)
 	require.NoError(t, err)
 	require.Equal(t, Pending{11, 4, true, 0}, got)
+}
+
+// TestWaitsBesideARegroup: a server has given a push_pull back and has not said yet what it has delivered, so the push_pull is
+// in no queue.
+func TestWaitsBesideARegroup(t *testing.T) {
+	p := newPair(t, 1)
+	id, err := p.pushPull([]Tensor{bytesOf(t, 5, 8, 1)}, nil)
+	require.NoError(t, err)
+	require.NoError(t, p.settle())
+	p.w.Regroup(7, true, errGone)
+	p.to[0].ops = nil
+	require.NoError(t, p.w.Frame(0, wire.Append(nil, wire.TypeRecalled, &wire.Seqs{id})))
+	got, err := p.w.Waits(id)
+	require.NoError(t, err)
+	require.Equal(t, Pending{10, 5, false, 0}, got)
 }

@@ -77,11 +77,15 @@ func (s *server) enqueue(again []*Ticket) {
 	}
 }
 
-// withdraw takes a push_pull that has failed back from the servers that have it:
+// spoil makes the first error of a push_pull known, and takes it back from the servers that have it:
 // one that has not delivered it would pair it with what another worker pushes
 // later. Drain tells them. At those that have not been sent it, it ends when its
 // turn comes.
-func (w *Worker) withdraw(t *Ticket) {
+func (w *Worker) spoil(t *Ticket, err error) {
+	if err == nil || t.err != nil {
+		return
+	}
+	w.fail(t, err)
 	for i, s := range w.servers {
 		if s.conn != nil && t.legs[i].state == legPosted {
 			s.takeback(t)

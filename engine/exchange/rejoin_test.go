@@ -452,3 +452,19 @@ func TestBackOverAnotherFabric(t *testing.T) {
 	require.Equal(t, StateDone, p.state(id))
 	require.EqualValues(t, 7, y.Span.Bytes()[0])
 }
+
+// TestTakenBackWhereAWriteFails: a Conn may tell the end of an operation before its own. The other server is told not to
+// deliver the push_pull all the same: it would pair it with a later one of another worker.
+func TestTakenBackWhereAWriteFails(t *testing.T) {
+	p := newPair(t, 2)
+	id, err := p.pushPull([]Tensor{bytesOf(t, 1, 8, 5)}, nil)
+	require.NoError(t, err)
+	require.NoError(t, p.settle())
+	p.w.ticket(id).ops++ // a write to server 0 that is not wholly sent
+	p.w.Done(id, errGone)
+	p.w.Lose(0, errGone)
+	require.NoError(t, p.settle())
+	require.Nil(t, p.take(1))
+	require.Equal(t, StateFailed, p.state(id))
+	require.ErrorIs(t, p.w.Result(id), errGone)
+}

@@ -172,10 +172,7 @@ func (w *Worker) keyed(t *Ticket, s *server) bool {
 		}
 	}, func() {
 		t.renewing = false
-		if err != nil && t.err == nil {
-			w.fail(t, err)
-			w.withdraw(t)
-		}
+		w.spoil(t, err)
 		w.Done(t.id, nil)
 	})
 	return false

@@ -68,11 +68,14 @@ func (s *server) wait(t *Ticket, scan uint64) {
 	}
 }
 
-// ahead returns the first ticket in the queue of t that t waits for, or t.
+// ahead returns the first ticket in the queue of t that t waits for, or t. One that was given back is in no queue.
 func (s *server) ahead(t *Ticket) *Ticket {
 	q := s.queue(t)
 	if t.only == nowhere {
-		return q.at(0)
+		if q.len() != 0 && q.at(0).turn < t.turn {
+			return q.at(0)
+		}
+		return t
 	}
 	for i := range q.len() {
 		o := q.at(i)

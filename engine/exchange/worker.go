@@ -321,11 +321,8 @@ func (w *Worker) endLeg(t *Ticket, s *server, err error) {
 	}
 	l.state = legEnded
 	t.open--
-	first := err != nil && t.err == nil && t.open != 0
-	w.settle(t, err) // t may be another's from here on, but not while open
-	if first {
-		w.withdraw(t)
-	}
+	w.spoil(t, err)
+	w.settle(t, nil) // t may be another's from here on
 }
 
 // Done takes the end of an operation.
@@ -338,7 +335,8 @@ func (w *Worker) Done(user uint64, err error) {
 		err = nil // the end of the Conn follows, and decides
 	}
 	t.ops--
-	w.settle(t, err)
+	w.spoil(t, err)
+	w.settle(t, nil)
 }
 
 // Frame takes a frame of server i. An error means that the server does not
