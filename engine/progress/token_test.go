@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"fserver/engine/transport"
@@ -290,4 +291,28 @@ func TestDue(t *testing.T) {
 	require.Equal(t, []bool{false, true, true}, []bool{d.Due(9), d.Due(10), d.Due(11)})
 	require.True(t, d.Under(func() {}))
 	require.False(t, d.Due(11))
+}
+
+// TestAfterJoin: a call that comes when Join is over touches nothing that Close has closed. Join waits for one that has just
+// given the token back and is about to wake others.
+func TestAfterJoin(t *testing.T) {
+	d, f := newFake(t, Settings{})
+	k := d.parking(time.Hour)
+	d.mu.Lock()
+	over := make(chan bool)
+	go func() { over <- d.Under(func() {}) }() // waits for d.mu when it wakes who is parked
+	counted := assert.Eventually(t, func() bool { return d.calls.Load() == 1 && !d.token.Load() }, 5*time.Second, time.Millisecond)
+	d.mu.Unlock()
+	require.True(t, counted)
+	require.True(t, <-over)
+	require.Zero(t, d.calls.Load())
+	d.unpark(k)
+	d.Shut(errOver)
+	d.Join(f.take)
+	arms, looks := f.arms.Load(), f.looks.Load()
+	require.False(t, d.Await(never, time.Millisecond, false))
+	require.True(t, d.Await(func() bool { return true }, time.Millisecond, false))
+	require.Equal(t, arms, f.arms.Load(), "it has tried to sleep")
+	require.Equal(t, looks, f.looks.Load())
+	require.Zero(t, d.callers.Load())
 }

@@ -29,12 +29,16 @@ const (
 )
 
 // Await drives or waits until met, which is asked without the token, or until limit has passed.
-// spin says whether to poll before sleeping. False means that the time is up.
+// spin says whether to poll before sleeping. False means that the time is up, or that the work has been shut.
 func (d *Driver) Await(met func() bool, limit time.Duration, spin bool) bool {
 	if met() {
 		return true
 	}
 	d.callers.Add(1)
+	if d.stopped.Load() { // Join and Close may be over
+		d.callers.Add(-1)
+		return met()
+	}
 	d.soon.stop()
 	now := trace.Now()
 	defer func() {

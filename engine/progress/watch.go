@@ -15,7 +15,7 @@ import (
 // are armed, once for each time that they were.
 type watches struct {
 	armed  atomic.Int32 // how many are
-	calls  atomic.Int32 // of ring, under way
+	calls  atomic.Int32 // of ring and Disown, under way
 	change sync.Mutex   // of what follows; the writes under it cannot block, as an eventfd takes 2^64 of them
 	all    map[uint64]*watch
 	opened uint64 // watches so far
