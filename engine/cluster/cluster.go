@@ -65,7 +65,7 @@ const (
 	Mail                           // a message has come; see Mail and Received
 	Sent                           // message Seq has been taken by all whom it was for, or Err
 	Joined                         // the only one of Members has the place of one that is gone
-	Ended                          // the last output: close everything; Err is nil after an orderly end
+	Ended                          // the last output, but Close of what comes later: close everything; Err is nil after an orderly end
 )
 
 // Output is one thing to do, in this order with the others.

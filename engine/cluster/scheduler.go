@@ -116,10 +116,13 @@ func NewScheduler(s wire.Shape, t Timing) (*Scheduler, error) {
 // Step takes one input at time now. What it returns is valid until the next
 // Step. A time that is up is noticed at any Step after it.
 func (s *Scheduler) Step(now int64, in Input) []Output {
-	if s.phase == over {
-		return nil
-	}
 	s.begin(now)
+	if s.phase == over {
+		if in.Kind == Up { // it is early for the next cluster
+			s.emit(Output{Kind: Close, Conn: in.Conn})
+		}
+		return s.out
+	}
 	if late := s.hb.step(now); late != 0 {
 		for _, c := range s.conns {
 			c.heard += late
