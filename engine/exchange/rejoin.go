@@ -199,9 +199,11 @@ func (s *Server) recall(c *client, b []byte) error {
 	if err != nil {
 		return err
 	}
+	slices.Sort(*seqs)
 	queue := &s.batches.queues[c.index]
 	for range queue.len() {
-		if r := queue.pop(); slices.Contains(*seqs, r.seq) {
+		r := queue.pop()
+		if _, named := slices.BinarySearch(*seqs, r.seq); named {
 			s.dismiss(c, r)
 		} else {
 			queue.push(r)

@@ -365,7 +365,8 @@ func (n *Node) Stop(limit time.Duration) error {
 		return ErrAgain
 	}
 	n.sendLast(min(limit, lastLimit))
-	err := n.stopErr
+	var err error
+	n.owned(func() { err = n.stopErr }) // a node that has failed may still be told of losses
 	if e := (*transport.PanicError)(nil); errors.As(n.failed(), &e) {
 		err = e
 	}
