@@ -113,20 +113,9 @@ func (s *Server) heads(l *Arrivals) []*Request {
 	return s.batch
 }
 
-// arrivalsOf is that of a channel that is open here, or nil; of batches and unicasts it is always there.
-func (s *Server) arrivalsOf(channel string) *Arrivals {
-	switch channel {
-	case "":
-		return s.batches
-	case onUnicasts:
-		return s.unicasts
-	}
-	return s.arrivals[channel]
-}
-
 // route puts a complete request where its caller looks for it.
 func (s *Server) route(c *client, r *Request) {
-	l := s.arrivalsOf(r.channel)
+	l := s.arrivals[r.channel]
 	if l == nil {
 		s.turnAway(r)
 		return

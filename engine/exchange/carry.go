@@ -56,7 +56,7 @@ func (w *Worker) Carry(channel string, push, pull []Tensor, own bool, rows []ato
 			return nil, err
 		}
 	}
-	return a, w.source(t)
+	return a, w.keys.source(t, true)
 }
 
 // owned is a copy of tensors with dims of its own.
@@ -109,9 +109,9 @@ func (a *Asking) Send() (bool, error) {
 	a.w.outfit(t)
 	for i := range a.w.servers {
 		first, end := a.w.share(t, i)
-		a.w.keys.find(i, t.pull[first:end], t.regs[first:end])
+		_ = a.w.keys.acquire(i, t.pull[first:end], t.regs[first:end], false)
 	}
-	a.w.keys.findSources(t) // what is not found, a helper registers: see keyed
+	_ = a.w.keys.source(t, false) // what is not found, a helper registers: see keyed
 	a.w.start(t)
 	return true, nil
 }
@@ -194,7 +194,7 @@ func (s *Server) Carry(l *Arrivals, into, out []Tensor, lands bool, counts []ato
 			}
 		}
 	}
-	if err := s.source(t); err != nil {
+	if err := s.keys.source(t, true); err != nil {
 		return nil, err
 	}
 	if lands && len(into) != 0 {
@@ -324,7 +324,7 @@ func (a *Answering) Send() (bool, error) {
 		}
 		handler := a.handlers[a.answered]
 		a.ids[a.answered] = t.id
-		if !a.s.keys.findSources(t) { // a path that was not there at opening
+		if a.s.keys.source(t, false) != nil { // a path that was not there at opening
 			a.later(handler, t)
 		} else if err := a.s.respond(handler, t); err != nil {
 			a.s.discard(t)

@@ -159,9 +159,9 @@ func (tb *Table) Direct(d mem.Device) bool {
 	return true
 }
 
-// acquire gives regs, which are of pull tensors of server i, their keys, and registers what is new.
-// That may block.
-func (ks *keys) acquire(i int, tensors []Tensor, regs []*registration) (err error) {
+// acquire gives regs, which are of pull tensors of server i, their keys. With block it registers what is new; else it gives
+// those that there are.
+func (ks *keys) acquire(i int, tensors []Tensor, regs []*registration, block bool) (err error) {
 	blobs := 0
 	ks.mu.Lock()
 	defer ks.mu.Unlock()
@@ -174,10 +174,12 @@ func (ks *keys) acquire(i int, tensors []Tensor, regs []*registration) (err erro
 		if x.Span.Len == 0 {
 			continue
 		}
-		if regs[j], err = ks.use(ring, x); err != nil {
+		if regs[j], err = ks.use(ring, x, block); err != nil {
 			return fmt.Errorf("exchange: pull tensor of key %d: %w", x.Key, err)
 		}
-		blobs += len(regs[j].key.Blob)
+		if regs[j] != nil {
+			blobs += len(regs[j].key.Blob)
+		}
 	}
 	if blobs > maxBlobs {
 		err = Shapef("exchange: push_pull: the keys of %d pull tensors take %d bytes, and there is room for %d in a frame of %d (pull fewer tensors in one call)", len(regs), blobs, maxBlobs, transport.MaxFrame)
@@ -185,8 +187,15 @@ func (ks *keys) acquire(i int, tensors []Tensor, regs []*registration) (err erro
 	return err
 }
 
-// source registers what t sends with each Fabric that sends what is registered. That may block.
-func (ks *keys) source(t *Ticket) error {
+// errUnknown says that something that t sends is not registered yet.
+var errUnknown = errors.New("exchange: a tensor is not registered")
+
+// source finds the registrations of what t sends with each Fabric that sends what is registered. With block it registers what
+// is new; else the error is errUnknown, and a later call goes on with that Fabric.
+func (ks *keys) source(t *Ticket, block bool) error {
+	if !ks.local.Load() {
+		return nil
+	}
 	ks.mu.Lock()
 	defer ks.mu.Unlock()
 	for ; t.rings < len(ks.rings); t.rings++ {
@@ -195,9 +204,12 @@ func (ks *keys) source(t *Ticket) error {
 			if !ring.sends(&t.push[j]) {
 				continue
 			}
-			r, err := ks.use(ring, &t.push[j])
-			if err != nil {
+			r, err := ks.use(ring, &t.push[j], block)
+			switch {
+			case err != nil:
 				return fmt.Errorf("exchange: tensor %d cannot be sent: %w", j, err)
+			case r == nil:
+				return errUnknown
 			}
 			t.regs = append(t.regs, r)
 		}
@@ -205,65 +217,19 @@ func (ks *keys) source(t *Ticket) error {
 	return nil
 }
 
-// find is acquire for the owner: it gives the keys that there are, and blocks for none.
-func (ks *keys) find(i int, tensors []Tensor, regs []*registration) {
-	ks.mu.Lock()
-	defer ks.mu.Unlock()
-	for j := range tensors {
-		if ks.paths[i] != nil && tensors[j].Span.Len != 0 {
-			regs[j] = ks.paths[i].known(&tensors[j])
-		}
-	}
-}
-
-// findSources is source for the owner, likewise; false: there is not each of them.
-func (ks *keys) findSources(t *Ticket) bool {
-	if !ks.local.Load() {
-		return true
-	}
-	ks.mu.Lock()
-	defer ks.mu.Unlock()
-	for ; t.rings < len(ks.rings); t.rings++ {
-		ring, had := ks.rings[t.rings], len(t.regs)
-		for j := 0; ring.local && j < len(t.push); j++ {
-			if !ring.sends(&t.push[j]) {
-				continue
-			}
-			r := ring.known(&t.push[j])
-			if r == nil { // source begins with this ring again
-				for _, r := range t.regs[had:] {
-					r.uses.Add(-1) // it is cached
-				}
-				clear(t.regs[had:]) // outfit gives this memory to the next ticket as it is
-				t.regs = t.regs[:had]
-				return false
-			}
-			t.regs = append(t.regs, r)
-		}
-	}
-	return true
-}
-
 // sends reports whether the Fabric sends x by its registration.
 func (ring *keyring) sends(x *Tensor) bool {
 	return x.Span.Len != 0 && (x.Dev == mem.CPU || x.Dev == ring.gpu)
 }
 
-// known is the key of the allocation of x for a ticket, or nil. The lock is held.
-func (ring *keyring) known(x *Tensor) *registration {
+// use finds the key of the allocation of x for a ticket. If there is none, it makes it with block, and gives the lock back
+// while the Fabric registers; else it returns nil.
+func (ks *keys) use(ring *keyring, x *Tensor, block bool) (*registration, error) {
 	r := ring.all[x.Alloc]
 	if r == nil || r.region != x.Base {
-		return nil
-	}
-	r.uses.Add(1)
-	return r
-}
-
-// use finds or makes the key of the allocation of x for a ticket. It gives the lock back while the
-// Fabric registers.
-func (ks *keys) use(ring *keyring, x *Tensor) (*registration, error) {
-	r := ring.all[x.Alloc]
-	if r == nil || r.region != x.Base {
+		if !block {
+			return nil, nil
+		}
 		r = &registration{ring: ring, region: x.Base}
 		k, err := ks.call(r)
 		if err != nil {

@@ -290,9 +290,9 @@ func TestSourceIsLetGoOfOnce(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, tk.AddPush(x))
 	require.NoError(t, tk.AddPush(bytesOf(t, 2, 8, 6)))
-	require.False(t, p.w.keys.findSources(tk))
-	require.Zero(t, r.uses.Load())
+	require.ErrorIs(t, p.w.keys.source(tk, false), errUnknown)
 	p.w.discard(tk)
+	require.Zero(t, r.uses.Load())
 
 	exchanged([]Tensor{bytesOf(t, 3, 8, 7)}, []Tensor{none})
 	require.Zero(t, r.uses.Load())
@@ -363,7 +363,7 @@ func TestLockedMemory(t *testing.T) {
 	all := []Tensor{bytesOf(t, 0, 8, 0), bytesOf(t, 0, 8, 0), bytesOf(t, 0, 8, 0), bytesOf(t, 0, 8, 0)}
 	use := func(server, i int) ([]*registration, error) {
 		regs := make([]*registration, 1)
-		return regs, ks.acquire(server, all[i:i+1], regs)
+		return regs, ks.acquire(server, all[i:i+1], regs, true)
 	}
 	far, err := use(1, 0)
 	require.NoError(t, err)
@@ -422,7 +422,7 @@ func TestLockedMemoryOfAGPU(t *testing.T) {
 	use := func(x *Tensor) (*registration, error) {
 		ks.mu.Lock()
 		defer ks.mu.Unlock()
-		return ks.use(ring, x)
+		return ks.use(ring, x, true)
 	}
 	first, err := use(onGPU())
 	require.NoError(t, err)
@@ -449,7 +449,7 @@ func TestSourcesOnAGPU(t *testing.T) {
 		ks.path(0, f)
 		x := bytesOf(t, 1, 8, 5)
 		x.Dev = mem.GPU(0)
-		require.NoError(t, ks.source(&Ticket{push: []Tensor{x}}))
+		require.NoError(t, ks.source(&Ticket{push: []Tensor{x}}, true))
 		require.Equal(t, gpu == x.Dev, f.knows(x.Span))
 	}
 }
@@ -468,7 +468,7 @@ func BenchmarkKnownMemory(b *testing.B) {
 	b.ReportAllocs()
 	for i := range b.N {
 		at := i % 998
-		if err := ks.acquire(0, all[at:at+2], regs); err != nil {
+		if err := ks.acquire(0, all[at:at+2], regs, true); err != nil {
 			b.Fatal(err)
 		}
 		ks.letGo(regs)

@@ -235,9 +235,7 @@ func (s *Server) part(c *client, err error) {
 			s.drop(c.answers[i].pop(), err)
 		}
 	}
-	for c.replies.len() != 0 {
-		c.replies.pop()
-	}
+	c.replies = ring[[]byte]{}
 	s.unlane(c)
 	c.dropLoans()
 	c.plans, c.recalled, c.count, c.owed = nil, nil, 0, 0

@@ -143,42 +143,16 @@ func (rs *requests) find(handler uint64) *Request {
 	return nil
 }
 
-// asker is the place and the rank of the worker of the request of a handler; not ok if nobody waits for its
-// answer.
-func (rs *requests) asker(handler uint64) (index int, rank int32, ok bool) {
+// ask calls f with the request of a handler, if the application has it and has not answered it, and reports whether that is so.
+func (rs *requests) ask(handler uint64, f func(*Request)) bool {
 	rs.mu.Lock()
 	defer rs.mu.Unlock()
-	r := rs.waiting(handler)
-	if r == nil {
-		return 0, 0, false
-	}
-	return r.client.index, r.client.rank, true
-}
-
-// pullKeys copies the keys of the pull tensors of such a request, as many as fit, and gives their number.
-func (rs *requests) pullKeys(handler uint64, keys []uint64) (n int, ok bool) {
-	rs.mu.Lock()
-	defer rs.mu.Unlock()
-	r := rs.waiting(handler)
-	if r == nil {
-		return 0, false
-	}
-	for i := range min(len(keys), len(r.pull)) {
-		keys[i] = r.pull[i].key
-	}
-	return len(r.pull), true
-}
-
-// waiting returns the request of a handler if the application has it and has not answered it, or nil. The lock is held.
-func (rs *requests) waiting(handler uint64) *Request {
 	r := rs.find(handler)
-	if r == nil {
-		return nil
+	if r == nil || r.state.Load() != reqDelivered && r.state.Load() != reqLost {
+		return false
 	}
-	if s := r.state.Load(); s != reqDelivered && s != reqLost {
-		return nil
-	}
-	return r
+	f(r)
+	return true
 }
 
 // strand gives the requests that were delivered on a channel, and that nobody will
@@ -308,8 +282,8 @@ func (s *Server) behind(handler uint64, t *Ticket) error {
 	if !t.behind {
 		return nil
 	}
-	i, _, ok := s.requests.asker(handler)
-	if !ok {
+	var i int
+	if !s.requests.ask(handler, func(r *Request) { i = r.client.index }) {
 		return nil
 	}
 	return s.point(t, i, i+1)

@@ -168,7 +168,7 @@ func (w *Worker) keyed(t *Ticket, s *server) bool {
 		if err = calm.wait(); err != nil {
 			err = fmt.Errorf("exchange: push_pull: %w", err)
 		} else if err = w.acquire(t, s.index); err == nil {
-			err = w.source(t)
+			err = w.keys.source(t, true)
 		}
 	}, func() {
 		t.renewing = false

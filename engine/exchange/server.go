@@ -164,7 +164,7 @@ func (s *Server) Respond(handler uint64, t *Ticket) error {
 
 // respond is Respond. With an error t is still the caller's.
 func (s *Server) respond(handler uint64, t *Ticket) error {
-	if err := s.source(t); err != nil {
+	if err := s.keys.source(t, true); err != nil {
 		return err
 	}
 	if err := s.behind(handler, t); err != nil {
@@ -438,7 +438,7 @@ func (s *Server) Batch(least int) ([]*Request, error) {
 // Deliver takes what Batch or Take gave out of the queues.
 func (s *Server) Deliver() {
 	now := trace.Now()
-	l := s.arrivalsOf(s.batch[0].channel)
+	l := s.arrivals[s.batch[0].channel]
 	for _, r := range s.batch {
 		s.delivered(l.queues[r.client.index].pop(), now)
 	}

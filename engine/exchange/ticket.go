@@ -252,14 +252,6 @@ func (tb *Table) discard(t *Ticket) {
 // Forget drops what is cached for an allocation that is gone.
 func (tb *Table) Forget(alloc uint64) { tb.keys.forget(alloc) }
 
-// source registers what t sends with the Fabrics that must know it. It may block.
-func (tb *Table) source(t *Ticket) error {
-	if !tb.keys.local.Load() {
-		return nil
-	}
-	return tb.keys.source(t)
-}
-
 // Pending reports whether Drain has something to do. Safe from any goroutine.
 func (tb *Table) Pending() bool { return tb.inbox.waiting.Load() }
 

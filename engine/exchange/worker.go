@@ -140,7 +140,7 @@ func (w *Worker) Submit(t *Ticket) error {
 			return err
 		}
 	}
-	err := w.source(t)
+	err := w.keys.source(t, true)
 	if err == nil && t.behind {
 		first, end := 0, len(w.servers)
 		if t.only != nowhere {
@@ -189,7 +189,7 @@ func (w *Worker) check(t *Ticket) error {
 // acquire gives the pull tensors of t that server i is to write their keys. It may block.
 func (w *Worker) acquire(t *Ticket, i int) error {
 	first, end := w.share(t, i)
-	return w.keys.acquire(i, t.pull[first:end], t.regs[first:end])
+	return w.keys.acquire(i, t.pull[first:end], t.regs[first:end], true)
 }
 
 // share returns which pull tensors of t server i is to write.
@@ -466,11 +466,7 @@ func (w *Worker) Down(i int, err error) {
 	}
 	s.down = err
 	s.back = nil
-	for i := range s.queues {
-		for s.queues[i].len() != 0 {
-			s.queues[i].pop()
-		}
-	}
+	clear(s.queues[:])
 	for _, t := range w.active {
 		if t != nil {
 			w.endLeg(t, s, err)
