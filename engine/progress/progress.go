@@ -158,7 +158,7 @@ func (d *Driver) Stopped() bool { return d.stopped.Load() }
 // Join waits, after Shut, until no call and no goroutine of the Driver is under way. It calls drain meanwhile,
 // which takes what is still submitted.
 func (d *Driver) Join(drain func()) {
-	for d.callers.Load() > 0 || d.calls.Load() > 0 || d.helpers.Load() > 0 || d.work.Pending() {
+	for d.callers.Load() > 0 || d.helpers.Load() > 0 || d.work.Pending() {
 		drain()
 		d.kick.ring()
 		d.nudge.ring()

@@ -120,8 +120,8 @@ func (d *Driver) Disown() {
 		panic(d.crashed(p))
 	}
 	d.Schedule(d.work.Next())
-	d.calls.Add(1) // Join waits for what follows
-	defer d.calls.Add(-1)
+	d.Enter() // Join waits for what follows
+	defer d.Leave()
 	d.token.Store(false)
 	d.wakeAll()
 	d.Submit()

@@ -107,7 +107,7 @@ func TestShut(t *testing.T) {
 	require.False(t, done)
 	d.Join(f.take)
 	require.True(t, done)
-	for name, use := range map[string]*atomic.Int32{"Await": &d.callers, "ring": &d.calls, "Enter": &d.helpers} {
+	for name, use := range map[string]*atomic.Int32{"Await": &d.callers, "Enter": &d.helpers} {
 		use.Add(1)
 		looks := 0
 		d.Join(func() {
@@ -301,11 +301,11 @@ func TestAfterJoin(t *testing.T) {
 	d.mu.Lock()
 	over := make(chan bool)
 	go func() { over <- d.Under(func() {}) }() // waits for d.mu when it wakes who is parked
-	counted := assert.Eventually(t, func() bool { return d.calls.Load() == 1 && !d.token.Load() }, 5*time.Second, time.Millisecond)
+	counted := assert.Eventually(t, func() bool { return d.helpers.Load() == 1 && !d.token.Load() }, 5*time.Second, time.Millisecond)
 	d.mu.Unlock()
 	require.True(t, counted)
 	require.True(t, <-over)
-	require.Zero(t, d.calls.Load())
+	require.Zero(t, d.helpers.Load())
 	d.unpark(k)
 	d.Shut(errOver)
 	d.Join(f.take)

@@ -15,7 +15,6 @@ import (
 // are armed, once for each time that they were.
 type watches struct {
 	armed  atomic.Int32 // how many are
-	calls  atomic.Int32 // of ring and Disown, under way
 	change sync.Mutex   // of what follows; the writes under it cannot block, as an eventfd takes 2^64 of them
 	all    map[uint64]*watch
 	opened uint64 // watches so far
@@ -114,8 +113,8 @@ func (d *Driver) rouse() { d.ring(&d.nudge) }
 
 // ring rings a bell, unless the work has been shut.
 func (d *Driver) ring(b *bell) {
-	d.calls.Add(1) // Join waits for this
-	defer d.calls.Add(-1)
+	d.Enter()
+	defer d.Leave()
 	if !d.stopped.Load() {
 		b.ring()
 	}
