@@ -64,22 +64,22 @@ const (
 	Overdue                        // Member: a lost one has no successor in time, and the barriers in Seqs end in Err
 	Mail                           // a message has come; see Mail and Received
 	Sent                           // message Seq has been taken by all whom it was for, or Err
-	Joined                         // the only one of Members has the place of one that is gone
+	Joined                         // Member has the place of one that is gone
 	Ended                          // the last output, but Close of what comes later: close everything; Err is nil after an orderly end
 )
 
 // Output is one thing to do, in this order with the others.
 type Output struct {
-	Kind    OutputKind
-	Conn    int64
-	Frame   []byte // never changed again: it may be kept
-	Text    string
-	Seq     uint64
-	Seqs    []uint64      // barrier calls that Err ends
-	Members []wire.Member // everybody, by role and rank
-	Peers   []wire.Member // those of this member's rail, by group
-	Late    bool          // of Roster: the cluster runs already
-	Err     error
+	Kind   OutputKind
+	Conn   int64
+	Frame  []byte // never changed again: it may be kept
+	Text   string
+	Seq    uint64
+	Seqs   []uint64      // barrier calls that Err ends
+	Member *wire.Member  // of Joined
+	Peers  []wire.Member // of Roster: those of this member's rail, by group
+	Late   bool          // likewise: the cluster runs already
+	Err    error
 }
 
 // Timing holds the limits that a Scheduler and its Members keep to.

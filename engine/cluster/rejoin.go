@@ -93,7 +93,7 @@ func (s *Scheduler) announce(m *wire.Member) {
 		}
 	}
 	s.all(wire.Append(nil, wire.TypeJoined, &wire.Joined{View: s.view, Member: *m}))
-	s.emit(Output{Kind: Joined, Members: []wire.Member{*m}})
+	s.emit(Output{Kind: Joined, Member: m})
 }
 
 // introduce tells c who else there is.

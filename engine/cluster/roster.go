@@ -129,7 +129,7 @@ func (m *Member) joined(seat int, j wire.Member) {
 	m.roster[seat] = j
 	m.done = m.done && (j.Role == wire.RoleServer || j.Instance != m.cfg.Self.Instance)
 	m.losses = slices.DeleteFunc(m.losses, func(l loss) bool { return l.seat == seat })
-	m.emit(Output{Kind: Joined, Members: []wire.Member{j}})
+	m.emit(Output{Kind: Joined, Member: &j})
 }
 
 // hasParted is what the scheduler says of a member that has left alone. Statuses says so; what waits
@@ -171,7 +171,7 @@ func (m *Member) meet(r *wire.Roster) error {
 			m.miss(i, lostBefore(v))
 		}
 	}
-	m.emit(Output{Kind: Roster, Members: slices.Clone(m.roster), Peers: peers, Late: m.late})
+	m.emit(Output{Kind: Roster, Peers: peers, Late: m.late})
 	return nil
 }
 

@@ -507,7 +507,7 @@ func (w *world) fromScheduler(out []Output) {
 		case Lost:
 			w.say("S: lost: %v", o.Err)
 		case Joined:
-			w.say("S: joined: %s", who(o.Members[0].Role, o.Members[0].Rank))
+			w.say("S: joined: %s", who(o.Member.Role, o.Member.Rank))
 		case Mail:
 			w.say("S: mail")
 		case Sent:
@@ -546,7 +546,7 @@ func (w *world) fromMember(n *node, out []Output) {
 				text := strings.Join(append([]string{who(p.Role, p.Rank)}, p.Addrs...), " ")
 				peers = append(peers, text+[]string{"", " (gone)", " (parting)"}[p.State])
 			}
-			w.say("%s: roster of %d, peers: %s", n.name, len(o.Members), strings.Join(peers, ", "))
+			w.say("%s: roster of %d, peers: %s", n.name, len(n.m.roster), strings.Join(peers, ", "))
 			if n.any {
 				w.say("%s: is %s", n.name, who(n.m.cfg.Self.Role, n.m.Rank()))
 			}
@@ -558,7 +558,7 @@ func (w *world) fromMember(n *node, out []Output) {
 		case Lost, Overdue, Joined:
 			text := map[OutputKind]string{Lost: "lost", Overdue: "overdue", Joined: "joined"}[o.Kind]
 			if o.Kind == Joined {
-				text += ": " + who(o.Members[0].Role, o.Members[0].Rank)
+				text += ": " + who(o.Member.Role, o.Member.Rank)
 			} else {
 				text += ": " + o.Err.Error()
 			}

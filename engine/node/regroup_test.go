@@ -169,7 +169,7 @@ func TestEraOfSeveralChanges(t *testing.T) {
 		back := *w.peers[0].Member()
 		back.Epoch++
 		told = nil
-		w.outputs(append([]cluster.Output{{Kind: cluster.Joined, Members: []wire.Member{back}}}, w.member.Step(trace.Now(), lost(wire.RoleWorker, 1, 2))...))
+		w.outputs(append([]cluster.Output{{Kind: cluster.Joined, Member: &back}}, w.member.Step(trace.Now(), lost(wire.RoleWorker, 1, 2))...))
 		require.Len(t, told, 1)
 		require.True(t, told[0].Back)
 		require.Equal(t, w.member.Runs(), told[0].Runs)

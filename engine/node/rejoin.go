@@ -203,11 +203,11 @@ func (n *Node) changed(o *cluster.Output) (gone error) {
 		n.nodeLost(o.Err, o.Seqs)
 		return o.Err
 	}
-	m := &o.Members[0]
+	m := o.Member
 	if !n.knownGone(m) {
 		gone = &LostError{Role: m.Role, Rank: m.Rank, Reason: replaced}
 	}
-	n.joined(*m)
+	n.joined(m)
 	return gone
 }
 
@@ -225,7 +225,7 @@ func (n *Node) regroup(back bool, err error) {
 }
 
 // joined takes the news that a node has the place of one that is gone.
-func (n *Node) joined(m wire.Member) {
+func (n *Node) joined(m *wire.Member) {
 	var lost *LostError
 	if errors.As(n.stopErr, &lost) && lost.Role == m.Role && lost.Rank == m.Rank {
 		n.stopErr = nil
@@ -237,7 +237,7 @@ func (n *Node) joined(m wire.Member) {
 	if p == nil || n.failed() != nil {
 		return
 	}
-	n.step(p, peers.Input{Kind: peers.Succeeded, Member: &m, Err: &LostError{Role: m.Role, Rank: m.Rank, Reason: replaced}})
+	n.step(p, peers.Input{Kind: peers.Succeeded, Member: m, Err: &LostError{Role: m.Role, Rank: m.Rank, Reason: replaced}})
 	n.admitAll()
 }
 
