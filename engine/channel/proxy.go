@@ -64,8 +64,9 @@ var orders = [...][]uint8{
 }
 
 const (
-	lookEvery  = int64(time.Millisecond)       // between looks at what ends a wait
-	afterwards = int64(200 * time.Millisecond) // that a message may take which was sent before its peer closed
+	lookEvery = int64(time.Millisecond) // between looks at what ends a wait
+	// Afterwards is how long a message may take that was sent before its peer closed.
+	Afterwards = 200 * time.Millisecond
 )
 
 // TimeoutError says that a stream has waited for a message for too long.
@@ -190,7 +191,7 @@ func (p *Proxy) late(now int64) error {
 		return err
 	case p.parted == 0:
 		p.parted = now
-	case now-p.parted > afterwards:
+	case now-p.parted > int64(Afterwards):
 		return err
 	}
 	return p.overdue(now, "no message came")

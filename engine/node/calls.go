@@ -79,7 +79,7 @@ func (n *Node) beginAnswer(call string) (*Ticket, error) {
 const answerRoom = time.Second
 
 // Abandon gives back a ticket that was not handed on.
-func (n *Node) Abandon(t *Ticket) { n.tickets().Abandon(t) }
+func (n *Node) Abandon(t *Ticket) { n.table.Abandon(t) }
 
 // PushPull starts the push-pull of t. It registers memory that is new, which may take
 // milliseconds. With an error t is gone.
@@ -146,7 +146,7 @@ func (n *Node) takes(d mem.Device) error {
 
 // Wait waits until a ticket is done or failed, at most limit; then ErrAgain.
 func (n *Node) Wait(id uint64, limit time.Duration, spin bool) error {
-	tb := n.tickets()
+	tb := n.table
 	if n.scheduler != nil {
 		return badSetting("node: wait on a %v, which has no push_pulls", n.cfg.Role)
 	}
@@ -308,6 +308,6 @@ func (n *Node) Stamps(id uint64) (trace.Stamps, error) {
 // Forget drops what is cached for an allocation that is gone.
 func (n *Node) Forget(alloc uint64) {
 	if n.failed() == nil {
-		n.tickets().Forget(alloc)
+		n.table.Forget(alloc)
 	}
 }

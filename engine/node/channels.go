@@ -126,10 +126,6 @@ func (n *Node) PushPullOn(h uint64, t *Ticket) error {
 	return n.PushPull(t)
 }
 
-// afterwards is how long a peer's last messages may take that were sent before it
-// closed its side.
-const afterwards = 200 * time.Millisecond
-
 // TakeOn gives one request of each worker on a channel to s. It waits for at most
 // limit; then ErrAgain.
 func (n *Node) TakeOn(h uint64, s BatchSink, limit time.Duration, spin bool) error {
@@ -151,7 +147,7 @@ func (n *Node) TakeOn(h uint64, s BatchSink, limit time.Duration, spin bool) err
 		if err := ch.Err(); err != nil && !ch.Taken() {
 			switch {
 			case !isOver(err):
-			case n.driver.Await(ch.Taken, min(limit, afterwards), false):
+			case n.driver.Await(ch.Taken, min(limit, channel.Afterwards), false):
 				err = nil
 			default:
 				n.driver.Under(func() { err = ch.Untaken() })

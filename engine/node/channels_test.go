@@ -6,6 +6,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"fserver/engine/channel"
 	"fserver/engine/exchange"
 	"fserver/engine/mem"
 )
@@ -181,7 +182,7 @@ func TestChannelHalfClosed(t *testing.T) {
 	var b batch
 	m.halfClose(t, at, from, push)
 	require.Equal(t, ErrAgain, s.TakeOn(at, &b, 50*time.Millisecond, false))
-	require.Equal(t, ErrAgain, s.TakeOn(at, &b, afterwards+50*time.Millisecond, false))
+	require.Equal(t, ErrAgain, s.TakeOn(at, &b, channel.Afterwards+50*time.Millisecond, false))
 	push(1)
 	require.NoError(t, retried(func() error { return s.TakeOn(at, &b, 20*time.Second, true) }))
 	require.Len(t, b.reqs, 2)
@@ -209,7 +210,7 @@ func TestChannelTakenByAnother(t *testing.T) {
 			took <- retried(func() error { return s.TakeOn(at, &batch{}, 15*time.Second, i%2 == 0) })
 		}()
 	}
-	time.Sleep(2 * afterwards) // all have seen that a side is closed
+	time.Sleep(2 * channel.Afterwards) // all have seen that a side is closed
 	start := time.Now()
 	push(1)
 	got := 0

@@ -16,7 +16,7 @@ func (n *Node) fail(err error) {
 	if !n.failure.CompareAndSwap(nil, &err) {
 		return
 	}
-	_ = n.attempt(func() { n.tickets().Shut(err) })
+	_ = n.attempt(func() { n.table.Shut(err) })
 	_ = n.attempt(func() { n.channels.Shut(err) })
 	for i := range n.peers {
 		_ = n.attempt(func() { n.side.Down(i, err) })
@@ -90,7 +90,7 @@ func (n *Node) shut(err error) {
 	for _, p := range n.planes {
 		step(func() { n.drain(p) })
 	}
-	step(n.tickets().Over)
+	step(n.table.Over)
 	step(n.proxies.forget)
 	if n.server != nil {
 		step(func() { errs = append(errs, n.server.Close()) })
@@ -135,5 +135,5 @@ func (n *Node) freeWords() error {
 	if n.table == nil { // it could not be opened
 		return nil
 	}
-	return n.tickets().Free()
+	return n.table.Free()
 }

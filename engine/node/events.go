@@ -27,11 +27,11 @@ func (n *Node) event(p *plane, ev *transport.Event) {
 		n.accept(p, ev.Conn)
 		return
 	case transport.EvFreed:
-		n.tickets().Freed(p.Fabric, ev.User)
+		n.table.Freed(p.Fabric, ev.User)
 		return
 	case transport.EvClosed:
 		delete(n.ended, ev.Conn)
-		n.tickets().Closed(ev.Conn)
+		n.table.Closed(ev.Conn)
 		return
 	}
 	l := n.last

@@ -57,7 +57,7 @@ func BenchmarkHeldPass(b *testing.B) {
 	for b.Loop() {
 		n.driver.Drive(trace.Now())
 	}
-	require.True(b, n.tickets().Held())
+	require.True(b, n.table.Held())
 	close(gate)
 	must(b, g.FreeStream(stream))
 	m.stop()

@@ -375,12 +375,10 @@ func (n *Node) Info() Info {
 		v.Registers = v.Registers || p.Caps().LocalKeys
 	}
 	if n.scheduler == nil {
-		v.Words = n.tickets().Words()
+		v.Words = n.table.Words()
 	}
 	return v
 }
-
-func (n *Node) tickets() *exchange.Table { return n.table }
 
 // linkDescription is a link in the JSON of Describe.
 type linkDescription struct {

@@ -68,7 +68,7 @@ func (n *Node) poll(all bool) (found int) {
 		}
 		k, err := p.Poll(n.events[:])
 		if k > 0 {
-			n.tickets().Found(trace.Now())
+			n.table.Found(trace.Now())
 		}
 		for i := range k {
 			n.event(p, &n.events[i])

@@ -214,7 +214,7 @@ func TestLostServerStillWrites(t *testing.T) {
 	h.held(t)
 	var lost *LostError
 	require.ErrorAs(t, wait(w, id), &lost)
-	state, ok := w.tickets().State(id)
+	state, ok := w.table.State(id)
 	require.True(t, ok)
 	require.Equal(t, exchange.StateFailing, state)
 	only := pushPull(t, w, []exchange.Tensor{x}, nil) // registers nothing
@@ -222,7 +222,7 @@ func TestLostServerStillWrites(t *testing.T) {
 	require.NoError(t, wait(w, only))
 	of(w).free(t)
 	require.Eventually(t, func() bool {
-		state, _ = w.tickets().State(id)
+		state, _ = w.table.State(id)
 		return state == exchange.StateFailed
 	}, 10*time.Second, time.Millisecond)
 	served(t, w, s, x, y)
