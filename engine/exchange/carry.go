@@ -47,16 +47,7 @@ func (w *Worker) Carry(channel string, push, pull []Tensor, own bool, rows []ato
 	if err := a.fill(t); err != nil {
 		return nil, err
 	}
-	if err := w.check(t); err != nil {
-		return nil, err
-	}
-	w.outfit(t)
-	for i := range w.servers {
-		if err := w.acquire(t, i); err != nil {
-			return nil, err
-		}
-	}
-	return a, w.keys.source(t, true)
+	return a, w.equip(t)
 }
 
 // owned is a copy of tensors with dims of its own.

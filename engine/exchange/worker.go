@@ -129,18 +129,7 @@ func NewWorker(n int, c *trace.Counters, h Host) (*Worker, error) {
 // Submit checks t, registers memory that is new, and hands t to the owner. It may block, and with
 // an error t is gone. Safe from any goroutine.
 func (w *Worker) Submit(t *Ticket) error {
-	if err := w.check(t); err != nil {
-		w.Abandon(t)
-		return err
-	}
-	w.outfit(t)
-	for i := range w.servers {
-		if err := w.acquire(t, i); err != nil {
-			w.Abandon(t)
-			return err
-		}
-	}
-	err := w.keys.source(t, true)
+	err := w.equip(t)
 	if err == nil && t.behind {
 		first, end := 0, len(w.servers)
 		if t.only != nowhere {
@@ -154,6 +143,20 @@ func (w *Worker) Submit(t *Ticket) error {
 	}
 	w.inbox.put(submission{ticket: t})
 	return nil
+}
+
+// equip checks t, and gives it its legs and keys. It may block.
+func (w *Worker) equip(t *Ticket) error {
+	if err := w.check(t); err != nil {
+		return err
+	}
+	w.outfit(t)
+	for i := range w.servers {
+		if err := w.acquire(t, i); err != nil {
+			return err
+		}
+	}
+	return w.keys.source(t, true)
 }
 
 // outfit gives t what it has of each server.
