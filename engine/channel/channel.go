@@ -313,25 +313,8 @@ func (ch *Channel) Closed() (n int) {
 // Attach has the requests of the channel come to q. To be called before others know the channel.
 func (ch *Channel) Attach(q Queue) { ch.queue = q }
 
-// Queue is what Attach was given.
+// Queue is what Attach was given; nil for a worker.
 func (ch *Channel) Queue() Queue { return ch.queue }
-
-// Taken reports whether a message of all peers is here. Safe from any goroutine.
-func (ch *Channel) Taken() bool { return ch.queue != nil && ch.queue.Full() }
-
-// Emptied changes when the part of a peer is not here any more that was. Safe from any goroutine.
-func (ch *Channel) Emptied() uint32 {
-	if ch.queue == nil {
-		return 0
-	}
-	return ch.queue.Emptied()
-}
-
-// Untaken is why none will be, or nil: the channel has ended, or a peer of which there is no request
-// has closed its side. For the owner.
-func (ch *Channel) Untaken() error {
-	return ch.Missing(func(i int) bool { return ch.queue == nil || ch.queue.Lacks(i) })
-}
 
 // Missing is why a message cannot become whole of which the parts of the peers that lacks
 // says are not here, or nil.

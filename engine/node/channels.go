@@ -136,23 +136,24 @@ func (n *Node) TakeOn(h uint64, s BatchSink, limit time.Duration, spin bool) err
 	if err != nil {
 		return err
 	}
-	closed := 0             // peers that have closed their sides and whose parts of the message are here,
-	emptied := ch.Emptied() // until another thread takes it
+	q := ch.Queue()
+	closed := 0            // peers that have closed their sides and whose parts of the message are here,
+	emptied := q.Emptied() // until another thread takes it
 	for end := trace.Now() + int64(min(limit, forever)); ; limit = time.Duration(end - trace.Now()) {
-		news := func() bool { return ch.Taken() || ch.Closed() > closed || ch.Emptied() != emptied }
+		news := func() bool { return q.Full() || ch.Closed() > closed || q.Emptied() != emptied }
 		if !n.driver.Await(news, limit, spin) {
 			return ErrAgain
 		}
-		closed, emptied = ch.Closed(), ch.Emptied()
-		if err := ch.Err(); err != nil && !ch.Taken() {
+		closed, emptied = ch.Closed(), q.Emptied()
+		if err := ch.Err(); err != nil && !q.Full() {
 			switch {
 			case !isOver(err):
-			case n.driver.Await(ch.Taken, min(limit, channel.Afterwards), false):
+			case n.driver.Await(q.Full, min(limit, channel.Afterwards), false):
 				err = nil
 			default:
-				n.driver.Under(func() { err = ch.Untaken() })
+				n.driver.Under(func() { err = ch.Missing(q.Lacks) })
 			}
-			if err != nil && !ch.Taken() {
+			if err != nil && !q.Full() {
 				return err
 			}
 		}

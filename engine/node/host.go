@@ -25,7 +25,7 @@ import (
 // near is the address that DMLC_INTERFACE=auto comes to, where route is the
 // one that routes to the scheduler.
 func near(cfg *conf.Config, route string, log *zap.Logger) string {
-	c := choose(topo.Local().Read(), cfg, route)
+	c := topo.Local().Read().Choose(cfg.GPU, cfg.Visible, routeAt(route))
 	if !c.Address.IsValid() {
 		log.Warn("DMLC_INTERFACE=auto: found no interface", zap.String("why", c.Why), zap.String("instead", route))
 		return route
@@ -34,15 +34,10 @@ func near(cfg *conf.Config, route string, log *zap.Logger) string {
 	return c.Address.String()
 }
 
-func choose(h *topo.Host, cfg *conf.Config, route string) topo.Choice {
-	a, _ := netip.ParseAddr(route) // not valid: not known
-	return h.Choose(cfg.GPU, cfg.Visible, a)
-}
-
-// railsAt says which interfaces DMLC_INTERFACE=auto uses, where route is the address that routes to the scheduler.
-func railsAt(h *topo.Host, cfg *conf.Config, route string) []topo.Rail {
-	a, _ := netip.ParseAddr(route) // not valid: not known
-	return h.Rails(cfg.GPU, cfg.Visible, a)
+// routeAt is the address that routes to the scheduler, as topo takes it: not valid where it is not known.
+func routeAt(route string) netip.Addr {
+	a, _ := netip.ParseAddr(route)
+	return a
 }
 
 // hostDescription is the JSON of DescribeHost.
@@ -103,7 +98,8 @@ func DescribeHost(settings []string) ([]byte, error) {
 		d.schedules(cfg)
 	}
 	d.try(cfg)
-	d.Auto, d.Rails = choose(h, cfg, d.Listen), railsAt(h, cfg, d.Listen)
+	route := routeAt(d.Listen)
+	d.Auto, d.Rails = h.Choose(cfg.GPU, cfg.Visible, route), h.Rails(cfg.GPU, cfg.Visible, route)
 	return json.Marshal(d)
 }
 

@@ -51,7 +51,7 @@ func nearRails(cfg *conf.Config, log *zap.Logger) (list []rail) {
 		return nil
 	}
 	var used, not []string
-	for _, r := range railsAt(topo.Local().Read(), cfg, route) {
+	for _, r := range topo.Local().Read().Rails(cfg.GPU, cfg.Visible, routeAt(route)) {
 		if r.Why != "" {
 			not = append(not, r.Interface+": "+r.Why)
 			continue
