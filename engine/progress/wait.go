@@ -41,23 +41,7 @@ func (d *Driver) Await(met func() bool, limit time.Duration, spin bool) bool {
 	}
 	d.soon.stop()
 	now := trace.Now()
-	defer func() {
-		d.driven.Store(now)
-		d.rearm()
-		if d.work.Held() {
-			if !d.settings.Thread {
-				d.soon.set(callerComes)
-			}
-			if d.sleeping() { // the sleeper does not know of this work
-				d.kick.ring()
-			}
-		}
-		if d.callers.Add(-1) > 0 {
-			d.relay()
-		} else if d.dozing.Load() || d.unattended() {
-			d.rouse()
-		}
-	}()
+	defer func() { d.depart(now) }()
 	began, end := now, now+int64(max(0, min(limit, 1<<61)))
 	quiet := now // since when nothing was found
 	if !spin {
@@ -89,6 +73,25 @@ func (d *Driver) Await(met func() bool, limit time.Duration, spin bool) bool {
 			now = trace.Now()
 			began, quiet = now, now-int64(d.settings.Spin)+int64(yieldAfter)
 		}
+	}
+}
+
+// depart is how a caller leaves Await, which has looked at the clock at now.
+func (d *Driver) depart(now int64) {
+	d.driven.Store(now)
+	d.rearm()
+	if d.work.Held() {
+		if !d.settings.Thread {
+			d.soon.set(callerComes)
+		}
+		if d.sleeping() { // the sleeper does not know of this work
+			d.kick.ring()
+		}
+	}
+	if d.callers.Add(-1) > 0 {
+		d.relay()
+	} else if d.dozing.Load() || d.unattended() {
+		d.rouse()
 	}
 }
 
