@@ -325,18 +325,16 @@ func (ks *keys) letGo(regs []*registration) (over []freed) {
 	return over
 }
 
-// calm is what may still write with keys of peers that are lost.
-func (ks *keys) calm(regs []*registration) (q quiet) {
+// calm is what may still write with keys of peers that are lost. regs were acquired together, so they are of one ring.
+func (ks *keys) calm(regs []*registration) quiet {
 	ks.mu.Lock()
 	defer ks.mu.Unlock()
-	var last *keyring
 	for _, r := range regs {
-		if r != nil && r.ring != last {
-			last = r.ring
-			q = append(q, last.calm...)
+		if r != nil {
+			return r.ring.calm
 		}
 	}
-	return q
+	return nil
 }
 
 // forget ends the keys of an allocation that is gone, when no ticket names them any more.
