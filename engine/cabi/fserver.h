@@ -264,7 +264,8 @@ int fs_barrier_drop(fs_node node, uint64_t token);
 // for have it in their queues (1,024 messages, or 16 MiB, that fs_receive has not taken).
 // -ECONNRESET: one of them is gone, or leaves; -EXFULL: the queue of one of them is full, or it does not
 // answer (128 messages, or 4 MiB), or 256 messages, or 16 MiB, of this node have no answer yet. The
-// others have got it. -EINVAL before fs_wait_ready has returned 0, -ESHUTDOWN when this node leaves.
+// others have got it. -EINVAL before fs_wait_ready has returned 0. -ESHUTDOWN when this node leaves or is closed, or the
+// cluster has ended; also to a call that waits then, and the message may have arrived.
 int fs_send(fs_node node, uint32_t to, int32_t rank, uint64_t run,
             const void *data, size_t bytes, uint64_t *token, int64_t slice_ns);
 

@@ -158,8 +158,8 @@ public:
     std::int64_t first = 0;
     const Request r = Find("GetAllHandlers", timestamp, &first);
     std::vector<int> all(static_cast<std::size_t>(r.count));
-    for (int &timestamp : all)
-      timestamp = detail::timestamp_of(first++);
+    for (int &number : all)
+      number = detail::timestamp_of(first++);
     return all;
   }
 

@@ -253,7 +253,7 @@ private:
   // A copy of values that is as large as the memory of the worker, since the engine sends whole tensors. What is not
   // written takes no memory, however much the worker says it has. Empty if there is not that much.
   static SArray<char> padded(const SArray<Val> &vals, std::uint64_t count) {
-    void *memory = std::calloc(static_cast<std::size_t>(count), sizeof(Val));
+    void *memory = std::calloc(count, sizeof(Val));
     if (!memory)
       return {};
     if (!vals.empty())
