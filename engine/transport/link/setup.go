@@ -290,7 +290,12 @@ func (s *Session) secure() error {
 	if s.Dialer {
 		s.TLS = tls.Client(s.Carrier, s.f.tls)
 	} else {
-		s.TLS = tls.Server(s.Carrier, s.f.tls)
+		config := s.f.tls.Clone()
+		config.GetConfigForClient = func(*tls.ClientHelloInfo) (*tls.Config, error) {
+			s.heard() // its hello has come
+			return nil, nil
+		}
+		s.TLS = tls.Server(s.Carrier, config)
 	}
 	s.stream = s.TLS
 	if err := s.TLS.Handshake(); err != nil {

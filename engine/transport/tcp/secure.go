@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"crypto/tls"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -20,6 +21,9 @@ const (
 	// cipherStage is how many bytes of ciphertext one system call receives.
 	cipherStage = 64 << 10
 	maxRecord   = 16 << 10 // plaintext of a TLS record
+	// outMost is how many bytes of ciphertext wait for the kernel at most: those of one visit, and what crypto/tls
+	// answers the peer by itself, which may go on asking.
+	outMost = 2 * sealQuantum
 )
 
 // secure is the TLS of a Conn: crypto/tls over a cipherLink. It takes the place
@@ -176,9 +180,14 @@ func (l *cipherLink) Read(b []byte) (n int, err error) {
 	return n, err
 }
 
+var errUnread = errors.New("the peer has TLS answered again and again, and does not read the answers")
+
 func (l *cipherLink) Write(b []byte) (int, error) {
 	if l.Conn != nil {
 		return l.Conn.Write(b)
+	}
+	if len(l.out) > outMost {
+		return 0, errUnread
 	}
 	l.out = append(l.out, b...)
 	return len(b), nil

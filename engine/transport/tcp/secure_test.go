@@ -404,6 +404,63 @@ func TestTLSTransfers(t *testing.T) {
 	require.ErrorIs(t, b.down[b.conns[0]], io.EOF, "a goodbye goes over TLS too")
 }
 
+// slow is a connection on which nothing comes before it is let go on.
+type slow struct {
+	net.Conn
+	on chan struct{}
+}
+
+func (s slow) Read(b []byte) (int, error) {
+	<-s.on
+	return s.Conn.Read(b)
+}
+
+// TestSlowTLSHandshake: of those in the Gate, one whose TLS handshake has begun stays, and one that is silent gives way.
+func TestSlowTLSHandshake(t *testing.T) {
+	noLeaks(t)
+	id := shared(t, "one")
+	f := open(t, Options{Listen: "127.0.0.1:0", TLS: id, Limits: transport.Limits{Pending: 2}})
+	dial := func() net.Conn {
+		nc, err := net.Dial("tcp", strings.TrimPrefix(string(f.Addr()), scheme))
+		require.NoError(t, err)
+		require.NoError(t, nc.SetDeadline(time.Now().Add(patience)))
+		t.Cleanup(func() { nc.Close() })
+		return nc
+	}
+	first := dial()
+	on, met := make(chan struct{}), make(chan error, 1)
+	c := tls.Client(slow{first, on}, id.Config())
+	go func() { met <- c.Handshake() }()
+	// The answer to its hello is there.
+	raw, err := first.(*net.TCPConn).SyscallConn()
+	require.NoError(t, err)
+	require.NoError(t, raw.Read(func(fd uintptr) bool {
+		n, _, err := unix.Recvfrom(int(fd), make([]byte, 1), unix.MSG_PEEK|unix.MSG_DONTWAIT)
+		return n > 0 || err != unix.EAGAIN
+	}))
+	dial() // and says nothing
+	_, err = open(t, Options{TLS: id}).Connect(context.Background(), f.Addr())
+	require.NoError(t, err)
+	close(on)
+	require.NoError(t, <-met)
+	shakeBare(t, c)
+}
+
+// TestCipherOfNobody: a peer that has our side answer by itself, as to a change of keys, and reads none of it, takes no
+// memory without bound.
+func TestCipherOfNobody(t *testing.T) {
+	l := &cipherLink{}
+	for written := 0; ; {
+		n, err := l.Write(make([]byte, 100))
+		if err != nil {
+			require.Greater(t, written, sealQuantum*5/4, "what one visit seals has room")
+			return
+		}
+		written += n
+		require.Less(t, written, 4<<20)
+	}
+}
+
 // BenchmarkMove drives both ends from one goroutine, with and without TLS in
 // turns, and gives the time that this thread was on a processor, which other
 // work on the machine does not add to.
