@@ -222,8 +222,10 @@ public:
 
   // Reports whether an operation of this node has ended, so that the engine does not use its memory any more.
   // wait may have thrown before. It is by the completion word alone: makes no call of the engine, and so does
-  // not look for what has arrived.
+  // not look for what has arrived. True for Handle(), and on a node that was moved from.
   bool ended(const Handle &h) const noexcept {
+    if (!state_ || !h.ticket_)
+      return true;
     const std::uint64_t word = __atomic_load_n(
         &state_->info.words[h.ticket_ & state_->info.mask], __ATOMIC_ACQUIRE);
     return word >> 2 != h.ticket_ || (word & 3) == 1 || (word & 3) == 2;

@@ -117,6 +117,8 @@ CASE(moves) {
   p.echo();
   Worker other = std::move(p.w());
   EXPECT(p.w().closed());
+  EXPECT(p.w().ended(Handle()));
+  EXPECT(other.ended(Handle()));
   float x = 3, y = 0;
   EXPECT_THROW(ClosedError, "the node is closed",
                p.w().push_pull(Tensor::of(&x, 1), {}));

@@ -133,3 +133,36 @@ CASE(answers_of_other_threads) {
   for (std::thread &t : answering)
     t.join();
 }
+
+// A push_pull has failed, and the engine still uses its memory: fs_wait returns at once, and Wait waits all the same.
+CASE(waits_at_rest_for_memory_in_use) {
+  const Both both;
+  ThreadsafeQueue<KVMeta> queue;
+  KVServer<float> server(0);
+  server.set_request_handle(
+      [&queue](const KVMeta &meta, const KVPairs<float> &, KVServer<float> *) {
+        queue.Push(meta);
+      });
+  KVWorker<float> kv(0, 0);
+  const int pushed = kv.ZPush(key_of(0), SArray<float>(1, 1.f));
+  KVMeta meta; // of which addr is the ticket
+  queue.WaitAndPop(&meta);
+  fs_info info;
+  fs_get_info(1, &info);
+  __atomic_store_n(
+      const_cast<volatile std::uint64_t *>(&info.words[meta.addr & info.mask]),
+      meta.addr << 2 | 3, __ATOMIC_RELEASE);
+  std::thread answers([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    server.Response(meta);
+  });
+  const auto spent = [] {
+    timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return t.tv_sec * 1000 + t.tv_nsec / 1000000;
+  };
+  const auto before = spent();
+  kv.Wait(pushed);
+  EXPECT(spent() - before < 50);
+  answers.join();
+}

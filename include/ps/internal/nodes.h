@@ -177,11 +177,18 @@ struct WorkerNode {
       std::this_thread::sleep_for(std::chrono::microseconds(100));
       return false;
     }
-    try {
-      worker.wait(oldest.handle, std::chrono::milliseconds(10));
-    } catch (const fserver::Error &) { // the next look has it
-    }
+    rest(oldest.handle, std::chrono::milliseconds(10));
     return false;
+  }
+  // Waits for a push_pull, at most for so long; or a moment, if it has failed and its memory is still in use: no call waits
+  // for the end of that.
+  void rest(const fserver::Handle &h, fserver::Timeout limit) const {
+    try {
+      worker.wait(h, limit);
+    } catch (const fserver::Error &) { // it is thrown again when it has ended
+    }
+    if (!worker.ended(h))
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   // One for each app and customer. Throws ConfigError if there is one.
   void add(int app, int customer, Looks *l) {

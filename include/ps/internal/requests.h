@@ -179,10 +179,7 @@ private:
     if (ended(h))
       return;
     lock.unlock();
-    try {
-      node_->worker.wait(h, fserver::kNoLimit);
-    } catch (const fserver::Error &) { // settle will have it again
-    }
+    node_->rest(h, fserver::kNoLimit);
     lock.lock();
   }
 

@@ -326,9 +326,8 @@ private:
   // A new answer, which stays where it is until it has been sent.
   Answer &answer() {
     std::lock_guard<std::mutex> lock(mutex_);
-    return answers_.add([this](const Answer &a) {
-      return a.tried && (!a.handle.id() || server.ended(a.handle));
-    });
+    return answers_.add(
+        [this](const Answer &a) { return a.tried && server.ended(a.handle); });
   }
   void tried(Answer &a) {
     std::lock_guard<std::mutex> lock(mutex_);
