@@ -104,47 +104,23 @@ constexpr const char *name_of(DType t) { return detail::facts_of(t).name; }
 
 namespace detail {
 
-template <class T> struct DTypeOf;
-template <> struct DTypeOf<std::uint8_t> {
-  static constexpr DType value = DType::kUInt8;
-};
-template <> struct DTypeOf<char> {
-  static constexpr DType value = DType::kUInt8;
-};
-template <> struct DTypeOf<std::int8_t> {
-  static constexpr DType value = DType::kInt8;
-};
-template <> struct DTypeOf<std::int16_t> {
-  static constexpr DType value = DType::kInt16;
-};
-template <> struct DTypeOf<std::int32_t> {
-  static constexpr DType value = DType::kInt32;
-};
-template <> struct DTypeOf<std::int64_t> {
-  static constexpr DType value = DType::kInt64;
-};
-template <> struct DTypeOf<std::uint16_t> {
-  static constexpr DType value = DType::kUInt16;
-};
-template <> struct DTypeOf<std::uint32_t> {
-  static constexpr DType value = DType::kUInt32;
-};
-template <> struct DTypeOf<std::uint64_t> {
-  static constexpr DType value = DType::kUInt64;
-};
-template <> struct DTypeOf<float> {
-  static constexpr DType value = DType::kFloat32;
-};
-template <> struct DTypeOf<double> {
-  static constexpr DType value = DType::kFloat64;
-};
-template <> struct DTypeOf<bool> {
-  static constexpr DType value = DType::kBool;
-};
+template <class T> DType no_dtype() = delete;
 
 } // namespace detail
 
 // The DType of a type of C++: dtype_of<float>.
-template <class T> constexpr DType dtype_of = detail::DTypeOf<T>::value;
+template <class T> constexpr DType dtype_of = detail::no_dtype<T>();
+template <> inline constexpr DType dtype_of<std::uint8_t> = DType::kUInt8;
+template <> inline constexpr DType dtype_of<char> = DType::kUInt8;
+template <> inline constexpr DType dtype_of<std::int8_t> = DType::kInt8;
+template <> inline constexpr DType dtype_of<std::int16_t> = DType::kInt16;
+template <> inline constexpr DType dtype_of<std::int32_t> = DType::kInt32;
+template <> inline constexpr DType dtype_of<std::int64_t> = DType::kInt64;
+template <> inline constexpr DType dtype_of<std::uint16_t> = DType::kUInt16;
+template <> inline constexpr DType dtype_of<std::uint32_t> = DType::kUInt32;
+template <> inline constexpr DType dtype_of<std::uint64_t> = DType::kUInt64;
+template <> inline constexpr DType dtype_of<float> = DType::kFloat32;
+template <> inline constexpr DType dtype_of<double> = DType::kFloat64;
+template <> inline constexpr DType dtype_of<bool> = DType::kBool;
 
 } // namespace fserver

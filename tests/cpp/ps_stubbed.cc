@@ -139,10 +139,8 @@ CASE(waits_at_rest_for_memory_in_use) {
   const Both both;
   ThreadsafeQueue<KVMeta> queue;
   KVServer<float> server(0);
-  server.set_request_handle(
-      [&queue](const KVMeta &meta, const KVPairs<float> &, KVServer<float> *) {
-        queue.Push(meta);
-      });
+  server.set_request_handle([&queue](const KVMeta &meta, const KVPairs<float> &,
+                                     KVServer<float> *) { queue.Push(meta); });
   KVWorker<float> kv(0, 0);
   const int pushed = kv.ZPush(key_of(0), SArray<float>(1, 1.f));
   KVMeta meta; // of which addr is the ticket

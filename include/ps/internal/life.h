@@ -69,6 +69,10 @@ inline void check_joint() {
         "the same one: pass rank, or set DMLC_NODE_RANK");
 }
 
+inline Node::Role own_role() {
+  return GetRole(GetEnv("DMLC_ROLE", std::string("server")));
+}
+
 inline Node::Role role_of(const Postoffice &p) {
   return p.is_worker()   ? Node::WORKER
          : p.is_server() ? Node::SERVER
@@ -100,13 +104,11 @@ inline void StartPS(int customer_id, Node::Role role, int rank, bool do_barrier,
 
 // StartPS with the role of DMLC_ROLE (server).
 inline void Start(int customer_id, const char *argv0 = nullptr) {
-  const char *role = Environment::Get()->find("DMLC_ROLE");
-  StartPS(customer_id, GetRole(role ? role : "server"), -1, true, argv0);
+  StartPS(customer_id, detail::own_role(), -1, true, argv0);
 }
 // As Start, without the barrier.
 inline void StartAsync(int customer_id, const char *argv0 = nullptr) {
-  const char *role = Environment::Get()->find("DMLC_ROLE");
-  StartPS(customer_id, GetRole(role ? role : "server"), -1, false, argv0);
+  StartPS(customer_id, detail::own_role(), -1, false, argv0);
 }
 
 // Leaves the cluster, when it has been called for each customer that was started. Does nothing without StartPS.
@@ -127,8 +129,7 @@ inline void Finalize(int customer_id, Node::Role role, bool do_barrier = true) {
 }
 // Finalize for the role of DMLC_ROLE (server).
 inline void Finalize(int customer_id, bool do_barrier = true) {
-  const char *role = Environment::Get()->find("DMLC_ROLE");
-  Finalize(customer_id, GetRole(role ? role : "server"), do_barrier);
+  Finalize(customer_id, detail::own_role(), do_barrier);
 }
 
 // Has f called by Finalize, when the first node of this process has ended.

@@ -349,14 +349,13 @@ private:
     }
     {
       std::lock_guard<std::mutex> lock(mutex_);
+      std::shared_ptr<void> owner = scheduler_;
       if (is_worker())
-        letters_ = std::make_shared<detail::Letters>(
-            std::shared_ptr<fserver::Node>(worker_, &n));
+        owner = worker_;
       else if (is_server())
-        letters_ = std::make_shared<detail::Letters>(
-            std::shared_ptr<fserver::Node>(server_, &n));
-      else
-        letters_ = std::make_shared<detail::Letters>(scheduler_);
+        owner = server_;
+      letters_ = std::make_shared<detail::Letters>(
+          std::shared_ptr<fserver::Node>(owner, &n));
     }
     van_.ready_ = true;
   }
