@@ -171,15 +171,15 @@ std::string Node::channel_text(uint64_t channel, uint32_t peer,
   if (rc != -ENOBUFS)
     check("channel", rc);
   return text_from("channel", [&](char *buf, size_t cap, size_t *n) {
-    return fs_channel_text(id_, channel, peer, buf, cap, n, 0);
+    return unlocked(
+        [&] { return fs_channel_text(id_, channel, peer, buf, cap, n, 0); });
   });
 }
 
 void Node::channel_state(uint64_t channel, uint64_t ticket) {
   enter("channel");
-  int rc = 0;
-  unlocked([&] { return rc = fs_channel_state(id_, channel, ticket); });
-  check("channel", rc);
+  check("channel",
+        unlocked([&] { return fs_channel_state(id_, channel, ticket); }));
 }
 
 void Node::channel_carry(uint64_t channel, PyObject *words, PyObject *out,
@@ -228,9 +228,8 @@ void Node::channel_carry(uint64_t channel, PyObject *words, PyObject *out,
 
 bool Node::gpu_direct() {
   enter_connected("channel");
-  int direct = 0, rc = 0;
-  unlocked([&] { return rc = fs_gpu_direct(id_, &direct); });
-  check("channel", rc);
+  int direct = 0;
+  check("channel", unlocked([&] { return fs_gpu_direct(id_, &direct); }));
   return direct != 0;
 }
 

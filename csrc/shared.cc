@@ -20,7 +20,8 @@ PyObject *shared_bytes(uint64_t bytes) {
   enter("empty_shared");
   fs_shared shared = 0;
   uint64_t address = 0;
-  check("empty_shared", fs_shared_alloc(bytes, &shared, &address));
+  check("empty_shared",
+        unlocked([&] { return fs_shared_alloc(bytes, &shared, &address); }));
   return make_bytes(adopt(reinterpret_cast<void *>(address), bytes, -1,
                           reinterpret_cast<void *>(shared), free_shared));
 }
