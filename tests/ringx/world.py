@@ -3,6 +3,7 @@ every rank of a group runs it and answers."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,15 @@ class World:
             rank.close(10)
 
 
+def leave_all_but(kept: set[dist.ProcessGroup]) -> None:
+    """Leaves the groups that functions have made. Each of gloo's has a thread that wakes up a
+    hundred times a second. All ranks have answered, so nobody waits in one."""
+    if made := {*dist.distributed_c10d._world.pg_map} - kept:
+        for group in made:
+            dist.destroy_process_group(group)
+        gc.collect()  # what names them
+
+
 def _serve(connection: Connection, rank: int, size: int, device: str, store: str) -> None:
     torch.set_num_threads(1)
     where = {"init_method": f"file://{store}", "rank": rank, "world_size": size}
@@ -84,11 +94,13 @@ def _serve(connection: Connection, rank: int, size: int, device: str, store: str
     groups = {(*range(size),): dist.group.WORLD}
     for members in GROUPS if device == "cpu" else ():
         groups[members] = dist.new_group(list(members))
+    kept = {*dist.distributed_c10d._world.pg_map}
     while True:
         try:
             members, function, args, options = connection.recv()
         except EOFError:
             return  # without leaving the group: the others may be gone
+        leave_all_but(kept)
         me = Rank(groups[members], members.index(rank), len(members))
         try:
             answer = function(me, *args, **options)
