@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from exact import ROWS, Problem, Shard, call, dense, seen, shard
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from world import Rank, World
+from world import Rank, World, keep_groups
 
 from fserver.errors import ConfigError
 from fserver.ringx import kernels, layout_of, ringx_attention
@@ -327,7 +327,9 @@ def test_documents_and_windows_right_behind_each_other(ranks: World, mask: str):
 @cache
 def of_gloo() -> dist.ProcessGroup:
     """A group of gloo's with all ranks. All of them make the first call together."""
-    return dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo")
+    keep_groups()
+    return group
 
 
 def over_gloo(me: Rank, causal: bool, mask: str | None) -> dict[str, Any]:

@@ -69,10 +69,19 @@ class World:
             rank.close(10)
 
 
-def leave_all_but(kept: set[dist.ProcessGroup]) -> None:
+KEPT: set[dist.ProcessGroup] = set()
+"""The groups of this process that last as long as it does."""
+
+
+def keep_groups() -> None:
+    """Keeps all groups that there are now."""
+    KEPT.update(dist.distributed_c10d._world.pg_map)
+
+
+def leave_others() -> None:
     """Leaves the groups that functions have made. Each of gloo's has a thread that wakes up a
     hundred times a second. All ranks have answered, so nobody waits in one."""
-    if made := {*dist.distributed_c10d._world.pg_map} - kept:
+    if made := {*dist.distributed_c10d._world.pg_map} - KEPT:
         for group in made:
             dist.destroy_process_group(group)
         gc.collect()  # what names them
@@ -94,13 +103,13 @@ def _serve(connection: Connection, rank: int, size: int, device: str, store: str
     groups = {(*range(size),): dist.group.WORLD}
     for members in GROUPS if device == "cpu" else ():
         groups[members] = dist.new_group(list(members))
-    kept = {*dist.distributed_c10d._world.pg_map}
+    keep_groups()
     while True:
         try:
             members, function, args, options = connection.recv()
         except EOFError:
             return  # without leaving the group: the others may be gone
-        leave_all_but(kept)
+        leave_others()
         me = Rank(groups[members], members.index(rank), len(members))
         try:
             answer = function(me, *args, **options)
