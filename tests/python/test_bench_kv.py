@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,12 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a
 
 
 @pytest.fixture(scope="module")
-def program() -> Path:
-    return baseline.compiled("bench_kv.cc")
+def program() -> Iterator[Path]:
+    """Unoptimised: that takes less time."""
+    compiler, options, *rest = baseline.LANGUAGES["cc"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(baseline.LANGUAGES, "cc", (compiler, [*options, "-O0"], *rest))
+        yield baseline.compiled("bench_kv.cc")
 
 
 @pytest.fixture

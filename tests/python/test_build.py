@@ -207,7 +207,7 @@ def test_second_go_runtime(project: Project, extension: Path, programs: Forks, f
         def ours():
             assert _loader.load().live()[:2] == (0, 0)
         def both():
-            for _ in range(200):
+            for _ in range(50):
                 other(), ours()
         {first}()
         both()

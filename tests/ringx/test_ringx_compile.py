@@ -20,6 +20,16 @@ TWO = (2, 3)
 """A group of two that does not start at rank 0."""
 
 
+def fresh() -> None:
+    """Forgets what was compiled. inductor then runs the C++ compiler once a graph, in this process:
+    it does not try what the processor has, and makes no header of torch ready."""
+    torch._dynamo.reset()
+    config = torch._inductor.config
+    config.compile_threads = 1  # no pool of processes that outlives the test
+    config.force_disable_caches = True  # which know operators by name alone
+    config.cpp.vec_isa_ok, config.cpp_cache_precompile_headers = False, False
+
+
 def compiled(me: Rank, *args: Any, backend: str = "aot_eager", **options: Any) -> Any:
     """As attend, with the call compiled."""
     torch._dynamo.reset()
@@ -62,9 +72,7 @@ class Block(torch.nn.Module):
 def trained(me: Rank, backend: str) -> tuple[float, list[int]]:
     """The largest error of outputs and gradients against the same module uncompiled, for three
     lengths, and how many graphs were compiled before and after the third."""
-    torch._dynamo.reset()
-    torch._inductor.config.compile_threads = 1  # no pool of processes that outlives the test
-    torch._inductor.config.force_disable_caches = True  # which know operators by name alone
+    fresh()
     how = {"causal": True, "layout": "zigzag", "group": me.group}
     worst, graphs = 0.0, []
     block, plain = Block(**how), Block(**how)
@@ -93,9 +101,7 @@ def test_module(world: World, backend: str, monkeypatch: pytest.MonkeyPatch):
 
 def unused(me: Rank, backend: str) -> list[int]:
     """How many calls are made whose result is not used, without and with a gradient."""
-    torch._dynamo.reset()
-    torch._inductor.config.compile_threads = 1
-    torch._inductor.config.force_disable_caches = True
+    fresh()
 
     def call(q: torch.Tensor) -> torch.Tensor:
         ringx_attention(q, q, q, causal=True, group=me.group)
@@ -146,9 +152,7 @@ def test_checkpointed_layers(world: World):
 
 def alone(me: Rank) -> tuple[float, set[str]]:
     """The error of lse with inductor, for a batch, and what torch says of the operator."""
-    torch._dynamo.reset()
-    torch._inductor.config.compile_threads = 1
-    torch._inductor.config.force_disable_caches = True
+    fresh()
     q = torch.randn(2, 8, 4, 16, generator=torch.manual_seed(1))
     call = partial(ringx_attention, causal=True, group=me.group, return_lse=True)
     out, lse = torch.compile(call, fullgraph=True, backend="inductor")(q, q, q)
