@@ -234,9 +234,10 @@ def test_a_traceback_is_not_held_back_for_ever(monkeypatch):
     assert lines[0].startswith("[worker 0] Traceback") and "PeerLostError" in lines[-1]
 
 
-def test_lines_after_a_traceback_are_not_lost():
-    code = LOST.format("import atexit, os; atexit.register(os.write, 2, b'closed\\n')")
-    with Run(("server", 0, code), ("worker", 0, CAUSE)) as run:
+def test_lines_after_a_traceback_are_not_lost(tmp_path: Path):
+    ready = meet(tmp_path, 2)
+    code = LOST.format(f"import atexit, os; atexit.register(os.write, 2, b'closed\\n'); {ready}")
+    with Run(("server", 0, code), ("worker", 0, f"{ready}\n{CAUSE}")) as run:
         _, _, err, _ = run.end()
     assert "[server 0] closed" in err.splitlines()
     assert err.count("Traceback") == 1
