@@ -8,7 +8,7 @@
 # COUNT=1000000   push_pulls of each part of `make soak`
 # CASES="floor tcp"   cases of `make softroce` (tests/softroce/cases); default: all but *_long
 # PARTS="wheel sdist"   parts of `make check-long`, or of `make coverage`; default: all
-# JOBS=3      processes of pytest, and of ctest, at a time in `make test` and `make coverage`
+# JOBS=4      processes of pytest, and of ctest, at a time in `make test` and `make coverage`
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -26,7 +26,7 @@ SEED ?=
 TRANSPORT ?= auto
 COUNT ?= 1000000
 PARTS ?=
-JOBS ?= 3
+JOBS ?= 4
 CASES ?=
 
 ifneq ($(words $(CURDIR)) $(words $(VENV)),1 1)
@@ -35,6 +35,8 @@ endif
 BIN := $(abspath $(VENV))/bin
 BUILDER := $(BIN)/python tools/builder.py
 export GOTOOLCHAIN := local
+# The tests start many interpreters, which take less time to import what is compiled.
+unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The functions of the GPU driver's library are bound when they are first used; some compilers
 # would have every test program bind them when it starts.
