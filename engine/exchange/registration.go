@@ -191,7 +191,7 @@ func (ks *keys) acquire(i int, tensors []Tensor, regs []*registration, block boo
 var errUnknown = errors.New("exchange: a tensor is not registered")
 
 // source finds the registrations of what t sends with each Fabric that sends what is registered. With block it registers what
-// is new; else the error is errUnknown, and a later call goes on with that Fabric.
+// is new. Without, the error may be errUnknown; a later call then begins with that Fabric again.
 func (ks *keys) source(t *Ticket, block bool) error {
 	if !ks.local.Load() {
 		return nil

@@ -2,7 +2,7 @@
 
 Every fenced block whose language is ``python`` or ``sh`` runs. Other languages (``text``, ``yaml``,
 ``c``, ...) do not; ``bash``, ``shell``, ``console`` and ``py`` are refused, so that no block
-escapes by its spelling. Each block is one test, with an empty folder, at most 60 seconds, and no
+escapes by its spelling. Each block is one test, with an empty folder, at most 100 seconds, and no
 settings of fserver in its environment. ``python``, ``fserver`` and ``torchrun`` are on its PATH.
 Shell blocks are for bash; the first command that fails fails the test. Where the kernel permits
 it (as root), a block has a network of its own with loopback alone, so fixed ports cannot collide.

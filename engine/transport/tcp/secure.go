@@ -21,8 +21,8 @@ const (
 	// cipherStage is how many bytes of ciphertext one system call receives.
 	cipherStage = 64 << 10
 	maxRecord   = 16 << 10 // plaintext of a TLS record
-	// outMost is how many bytes of ciphertext wait for the kernel at most: those of one visit, and what crypto/tls
-	// answers the peer by itself, which may go on asking.
+	// outMost is how many bytes of ciphertext wait for the kernel at most: those of one visit, and the answers
+	// that crypto/tls gives by itself, as to key updates, which a peer may send without end.
 	outMost = 2 * sealQuantum
 )
 
@@ -180,7 +180,7 @@ func (l *cipherLink) Read(b []byte) (n int, err error) {
 	return n, err
 }
 
-var errUnread = errors.New("the peer has TLS answered again and again, and does not read the answers")
+var errUnread = errors.New("the peer keeps sending TLS key updates and does not read the answers")
 
 func (l *cipherLink) Write(b []byte) (int, error) {
 	if l.Conn != nil {

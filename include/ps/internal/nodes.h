@@ -181,7 +181,7 @@ struct WorkerNode {
     return false;
   }
   // Waits for a push_pull, at most for so long; or a moment, if it has failed and its memory is still in use: no call waits
-  // for the end of that.
+  // for that end.
   void rest(const fserver::Handle &h, fserver::Timeout limit) const {
     try {
       worker.wait(h, limit);
