@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import secrets
@@ -217,6 +218,8 @@ def _doctor(
         text = f"cannot read {e.filename}: {e.strerror}"
         report.add(title, Check("secret", "no", text, SECRET, fatal=True))
         return
+    with contextlib.suppress(_loader.LoadError):  # if tensors are sent, the worker says why
+        _loader.load()  # now: it takes seconds, and a listener does not wait long
     step = "peer"
     try:
         with socket.create_connection((address, port), CONNECT_LIMIT) as sock:

@@ -82,6 +82,18 @@ def test_peer(
     assert [a["error"] for a in peer["addresses"]] == [""]
 
 
+def test_the_extension_is_loaded_before_the_listener_waits(
+    doctor: Doctor, listener: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes up to ten seconds under load; the listener's server waits that long for a worker."""
+    steps = []
+    load, call = peer._loader.load, protocol.call
+    monkeypatch.setattr("fserver._loader.load", lambda: steps.append("load") or load())
+    monkeypatch.setattr("fserver.doctor.protocol.call", lambda *a: steps.append("call") or call(*a))
+    status, _ = doctor("--peer", listener(""))
+    assert status == 0 and steps.index("load") < steps.index("call")
+
+
 def test_a_kernel_without_ipv6(
     doctor: Doctor, listener: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
