@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 
@@ -19,7 +20,10 @@ def cause(failed: Sequence[Child]) -> Child:
 
 
 def likelier(child: Child, than: Child) -> bool:
-    """Reports whether a process that has not ended yet has printed a likelier cause."""
+    """Reports whether a process that has not ended yet has printed a likelier cause, or is the
+    peer that the other one has lost: it may take seconds from the end of its node to its own."""
+    if child.raised is None and than.raised is not None and than.raised.lost:
+        return re.search(rf"\b{child.name}\b", than.raised.lost) is not None
     return child.raised is not None and _doubt(child) < _doubt(than)
 
 
@@ -38,8 +42,8 @@ def explained(child: Child, cause: Child | None, passed_on: int | None) -> bool:
     if passed_on == signal.SIGINT and raised.interrupted:
         return True
     if cause is None:
-        return raised.lost and passed_on is not None
-    return raised.lost or (cause.raised is not None and raised.text == cause.raised.text)
+        return bool(raised.lost) and passed_on is not None
+    return bool(raised.lost) or (cause.raised is not None and raised.text == cause.raised.text)
 
 
 def sentence(child: Child) -> str:

@@ -5,7 +5,8 @@
 - One that fails ends all: SIGTERM, and SIGKILL when the grace is over. Its
   status, 128 + n for signal n, is the launcher's. Its peers may see that it has
   gone before it has, and fail too: what fails within a second counts as one
-  failure, and endings.py says which process is the cause.
+  failure, and endings.py says which process is the cause. A process that another one has
+  lost is waited for, for the grace at most.
 - The launcher says first which process is the cause, then what it ends, and at last how the
   others ended. A traceback that a lost peer or the signal explains, or that is the same as
   that of the cause, is not printed: its last line is in the list of the others.

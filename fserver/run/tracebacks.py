@@ -23,8 +23,8 @@ class Raised(NamedTuple):
 
     text: str
     """The exception as Python prints it: "KeyError: 'x'"."""
-    lost: bool
-    """A lost peer is the cause: this is a PeerLostError, or was raised from one."""
+    lost: str
+    """A lost peer is the cause: the PeerLostError that this is, or was raised from. Else empty."""
     place: str
     """The innermost line of the user's program: "train.py, line 12"."""
 
@@ -52,7 +52,7 @@ def split(lines: Sequence[bytes]) -> tuple[Raised | None, list[bytes]]:
             others.append(line)
     if not exceptions:
         return None, others
-    lost = any(text.startswith(LOST) for text in exceptions)
+    lost = next((text for text in exceptions if text.startswith(LOST)), "")
     return Raised(exceptions[-1][:MOST], lost, _place(frames)), others
 
 

@@ -56,6 +56,16 @@ def test_a_cause_that_ends_late_is_waited_for(tmp_path: Path):
     assert pids_away(err)[0] == "fserver run: worker 0 failed with status 1: KeyError: 'layer 3'"
 
 
+def test_a_lost_process_that_ends_late_and_silently_is_waited_for(tmp_path: Path):
+    """Its node has ended, and it itself needs longer than it takes the server to fail."""
+    ready = meet(tmp_path, 2)
+    slow = f"import atexit; {ready}\natexit.register(time.sleep, 2.5)\nraise SystemExit(3)"
+    with Run(("server", 0, LOST.format(ready)), ("worker", 0, slow)) as run:
+        status, _, err, _ = run.end()
+    assert status == 3
+    assert pids_away(err)[0] == "fserver run: worker 0 failed with status 3"
+
+
 @pytest.mark.parametrize("speech", ["time.sleep(600)", "while True: print('x' * 1000)"])
 def test_a_signal_that_ends_the_reader_too_leaves_time_to_end(tmp_path: Path, speech: str):
     """As Ctrl-C does in `fserver run |& tee log`."""
@@ -269,7 +279,7 @@ Traceback (most recent call last):
 
 KeyboardInterrupt""".encode().splitlines()
     raised, others = tracebacks.split([b"before", *lines, b"after"])
-    assert raised == tracebacks.Raised("KeyboardInterrupt", False, "train.py, line 12")
+    assert raised == tracebacks.Raised("KeyboardInterrupt", "", "train.py, line 12")
     assert others == [b"before", b"after"]
 
 
