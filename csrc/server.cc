@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <memory>
 
 #include "error.h"
 #include "process.h"
@@ -19,10 +20,24 @@ constexpr Arg kKeys{"register_recv_buffer", "push_keys"};
 
 void *pointer(uint64_t v) { return reinterpret_cast<void *>(v); }
 
-// Runs when the last tensor over a receive buffer is gone, in any thread.
-void release_buffer(void *buffer) {
+// What Memory owes the engine: as many releases as get_batch has named the buffer.
+struct Owed {
+  uint64_t buffer, times;
+};
+
+void release(uint64_t buffer, uint64_t times) {
   if (!forked.load()) // the engine is not in a forked child
-    fs_buffer_release(reinterpret_cast<uint64_t>(buffer));
+    fs_buffer_release(buffer, times);
+}
+
+// Runs when the last tensor over a receive buffer is gone, in any thread.
+void release_owed(void *p) {
+  const std::unique_ptr<Owed> owed(static_cast<Owed *>(p));
+  release(owed->buffer, owed->times);
+}
+
+void release_loan(void *buffer) {
+  release(reinterpret_cast<uint64_t>(buffer), 1);
 }
 
 void release_memory(void *storage) { Memory{storage}; }
@@ -177,13 +192,13 @@ Ref Server::take_request(Words &words) {
   return Ref::steal(PyTuple_Pack(3, number.get(), tensors.get(), keys.get()));
 }
 
-// Gives back what tensors that nobody will see were lent in.
+// Releases the buffers of tensors that nobody will see.
 void Server::skip_tensors(Words &words, uint64_t n) {
   for (; n > 0; n--) {
     const uint64_t *w = words.take(8);
     words.take(w[7]);
-    if (w[1] == FS_LENT)
-      fs_buffer_release(w[2]);
+    if (w[2])
+      release(w[2], 1);
   }
 }
 
@@ -196,7 +211,7 @@ Ref Server::take_tensor(Words &words, Ref *key) {
   const auto *dims = reinterpret_cast<const int64_t *>(words.take(ndim));
   Memory lent; // the worker's own, for this request alone: nothing is kept
   if (slot == FS_LENT)
-    lent = adopt(pointer(address), bytes, -1, pointer(buffer), release_buffer);
+    lent = adopt(pointer(address), bytes, -1, pointer(buffer), release_loan);
   const int on = static_cast<int>(static_cast<int64_t>(device));
   *key = Ref::steal(PyLong_FromUnsignedLongLong(k));
   if (lent)
@@ -216,6 +231,8 @@ const Memory &Server::memory_of(uint64_t slot, uint64_t buffer,
     slots_.resize(slot + 1);
   Slot &s = slots_[slot];
   if (s.memory && s.buffer == buffer && s.address == address) {
+    if (s.times)
+      ++*s.times;
     if (bytes > s.bytes) {
       extend(s.memory, bytes);
       s.bytes = bytes;
@@ -223,8 +240,11 @@ const Memory &Server::memory_of(uint64_t slot, uint64_t buffer,
     return s.memory;
   }
   Memory m;
+  uint64_t *times = nullptr;
   if (buffer) {
-    m = adopt(pointer(address), bytes, device, pointer(buffer), release_buffer);
+    auto owed = std::make_unique<Owed>(Owed{buffer, 1});
+    m = adopt(pointer(address), bytes, device, owed.get(), release_owed);
+    times = &owed.release()->times;
   } else {
     auto f = std::find_if(fixed_.begin(), fixed_.end(), [&](const Fixed &x) {
       return address >= x.begin && address + bytes <= x.end;
@@ -237,7 +257,7 @@ const Memory &Server::memory_of(uint64_t slot, uint64_t buffer,
               release_memory);
   }
   Slot old = std::move(s);
-  s = Slot{buffer, address, bytes, std::move(m)};
+  s = Slot{buffer, address, bytes, times, std::move(m)};
   return s.memory;
 }
 

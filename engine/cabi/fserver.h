@@ -38,7 +38,7 @@
 extern "C" {
 #endif
 
-#define FS_ABI 14
+#define FS_ABI 15
 
 typedef uint64_t fs_node;    // one worker, server or scheduler
 typedef uint64_t fs_shared;  // memory of fs_shared_alloc
@@ -179,13 +179,12 @@ int fs_waits_for(fs_node node, fs_ticket ticket, fs_pending *out);
 // in the order of the worker groups. *need is the number of words; if cap is
 // smaller, -ENOBUFS, and the batch stays for the next call. slot numbers
 // (worker rank, key) from 0; it may be given to another key when a worker has
-// been restarted. buffer names the receive buffer: the first time that a buffer
-// is seen, the caller owes one fs_buffer_release for it when nobody looks at
-// its memory any more. buffer 0 is memory of the caller's own
-// (fs_register_recv), or no memory at all where the tensor has no bytes. With
-// slot FS_LENT, buffer is memory of the worker's own, mapped for reading alone:
-// the caller owes a release for each such tensor, and the bytes are valid until
-// the request is answered.
+// been restarted. buffer names the receive buffer, whose memory stays until the caller
+// has released it by fs_buffer_release as many times as tensors in it were written here.
+// buffer 0 is memory of the caller's own (fs_register_recv), or no memory at all where
+// the tensor has no bytes. With slot FS_LENT, buffer is memory of the worker's own,
+// mapped for reading alone, which is written here once; the bytes are valid until the
+// request is answered.
 int fs_get_batch(fs_node node, fs_channel channel, uint32_t least,
                  uint64_t *buf, size_t cap, size_t *need, int64_t slice_ns,
                  uint32_t flags);
@@ -205,8 +204,9 @@ int fs_pull_keys(fs_node node, uint64_t handler, uint64_t *keys, size_t cap,
 // has asked for something is gone, and another one may have its rank.
 int fs_losses(fs_node node, int32_t rank, uint32_t *losses);
 
-// Gives back a receive buffer; also valid after its node has been closed.
-int fs_buffer_release(uint64_t buffer);
+// Releases a receive buffer so many times, when nobody looks at that many tensors of it any
+// more; also valid after its node has been closed.
+int fs_buffer_release(uint64_t buffer, uint64_t times);
 
 // Makes shared memory of bytes zeros (more than none) in whole pages, at *address.
 // It needs no node. A push of what lies wholly in it to a server of this host

@@ -174,8 +174,8 @@ func fs_losses(h C.fs_node, rank C.int32_t, losses *C.uint32_t) C.int {
 }
 
 //export fs_buffer_release
-func fs_buffer_release(id C.uint64_t) C.int {
-	return call(func() error { return buffers.Release(uint64(id)) })
+func fs_buffer_release(id, times C.uint64_t) C.int {
+	return call(func() error { return buffers.Release(uint64(id), uint64(times)) })
 }
 
 //export fs_shared_alloc

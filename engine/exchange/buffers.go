@@ -24,7 +24,7 @@ type buffer struct {
 	from   Memory     // of this kind
 	view   *mem.View  // or a worker's
 	used   bool       // by its server
-	seen   bool       // handed out, and not released
+	seen   uint64     // how often it was handed out, less what was released
 }
 
 // Memory is where receive buffers lie. It outlives them, and is safe for concurrent
@@ -82,15 +82,19 @@ func (b *Buffers) Len() int {
 	return len(b.all)
 }
 
-// Release says that nobody looks at buffer id any more.
-func (b *Buffers) Release(id uint64) error {
+// Release says that nobody looks at buffer id any more as it was handed out the given number of times.
+func (b *Buffers) Release(id, times uint64) error {
 	b.mu.Lock()
+	var seen uint64
 	e := b.all[id]
-	if e == nil || !e.seen {
-		b.mu.Unlock()
-		return fmt.Errorf("exchange: release of buffer %d, which is not held", id)
+	if e != nil {
+		seen = e.seen
 	}
-	e.seen = false
+	if times == 0 || times > seen {
+		b.mu.Unlock()
+		return fmt.Errorf("exchange: release of buffer %d for %d times, but it is handed out for %d", id, times, seen)
+	}
+	e.seen -= times
 	return b.collect(id, e)
 }
 
@@ -128,11 +132,17 @@ func (b *Buffers) add(e buffer) uint64 {
 	return b.next
 }
 
-// hand marks a buffer as seen by the application.
-func (b *Buffers) hand(id uint64) {
+// hand notes that the application is about to see the buffers of a request: from now on it owes a Release for each
+// time. One Release when the application has dropped a buffer would not do: another of its threads may have been
+// handed the same buffer and not have looked yet.
+func (b *Buffers) hand(push []Received) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.all[id].seen = true
+	for i := range push {
+		if id := push[i].Buffer; id != 0 {
+			b.all[id].seen++
+		}
+	}
 }
 
 // drop says that the server does not use the buffer any more.
@@ -145,7 +155,7 @@ func (b *Buffers) drop(id uint64) error {
 
 // collect frees a buffer that nobody needs. It gives the lock back.
 func (b *Buffers) collect(id uint64, e *buffer) error {
-	if e.used || e.seen {
+	if e.used || e.seen != 0 {
 		b.mu.Unlock()
 		return nil
 	}

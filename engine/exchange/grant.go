@@ -24,7 +24,6 @@ type receiver struct {
 	id      uint64 // in Buffers; 0: memory of the application's own
 	token   transport.Key
 	granted bool // token is valid
-	handed  bool // the application has seen buffer id
 	waits   int  // tensors in it of requests that have not been delivered
 	buffers *Buffers
 	in      Memory // of one that is to be made: where its buffer is to lie; nil: it has one
@@ -32,15 +31,6 @@ type receiver struct {
 
 // fixed reports whether the buffer is the application's own.
 func (k *receiver) fixed() bool { return k.id == 0 && k.cap != 0 }
-
-// hand notes that the application is about to see the buffer: from now on it owes a
-// Release.
-func (k *receiver) hand() {
-	if !k.handed && k.id != 0 {
-		k.buffers.hand(k.id)
-	}
-	k.handed = true
-}
 
 // look returns the receiver of a key, or what it would be: without a buffer of ours.
 func (s *Server) look(c *client, key uint64) *receiver {
@@ -304,7 +294,7 @@ func (s *Server) commit(p *provision) {
 		}
 		if made.id != 0 {
 			s.retire(c.fabric, k)
-			k.id, k.handed = made.id, false
+			k.id = made.id
 		}
 		k.region, k.cap, k.token, k.granted = made.region, made.cap, made.token, true
 	}

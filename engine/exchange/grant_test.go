@@ -46,7 +46,7 @@ func (p *pair) answer(id uint64, fill byte) {
 	for _, x := range batch[0].Push() {
 		require.Equal(p.t, fill, x.Span.Bytes()[x.Span.Len-1], "key %d", x.Key)
 		if x.Buffer != 0 && x.Lent {
-			require.NoError(p.t, p.buffers.Release(x.Buffer))
+			require.NoError(p.t, p.buffers.Release(x.Buffer, 1))
 		}
 	}
 	require.NoError(p.t, p.respond(0, batch[0]))
@@ -338,7 +338,7 @@ func TestWhileBuffersAreMade(t *testing.T) {
 		run()
 		require.ErrorContains(t, p.broken, "before its last push of the key was answered")
 		require.Len(t, p.sf[0].keys, 1)
-		require.NoError(t, p.buffers.Release(p.servers[0].clients[0].keys[1].id))
+		require.NoError(t, p.buffers.Release(p.servers[0].clients[0].keys[1].id, 1))
 	})
 	t.Run("the worker's loss", func(t *testing.T) {
 		p := newPair(t, 1)
@@ -355,6 +355,6 @@ func TestWhileBuffersAreMade(t *testing.T) {
 		p.answer(id, 2)
 		run()
 		require.Len(t, p.sf[0].keys, 1)
-		require.NoError(t, p.buffers.Release(p.servers[0].clients[0].keys[1].id))
+		require.NoError(t, p.buffers.Release(p.servers[0].clients[0].keys[1].id, 1))
 	})
 }

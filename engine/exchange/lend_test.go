@@ -81,7 +81,7 @@ func TestLoan(t *testing.T) {
 		require.NoError(t, p.settle())
 		require.Equal(t, StateDone, p.state(id))
 		require.Equal(t, 2, views(t), "somebody looks")
-		require.NoError(t, errors.Join(p.buffers.Release(a), p.buffers.Release(b)))
+		require.NoError(t, errors.Join(p.buffers.Release(a, 1), p.buffers.Release(b, 1)))
 		require.Zero(t, views(t))
 	}
 	require.Equal(t, 1, p.buffers.Len(), "that of the tensor that is not shared")
@@ -109,7 +109,7 @@ func TestLoansOfOneKey(t *testing.T) {
 		require.Equal(t, lent, r.Push()[0].Lent)
 		require.Equal(t, fill, r.Push()[0].Span.Bytes()[9])
 		if lent {
-			require.NoError(t, p.buffers.Release(r.Push()[0].Buffer))
+			require.NoError(t, p.buffers.Release(r.Push()[0].Buffer, 1))
 		}
 		return r
 	}
@@ -142,7 +142,7 @@ func TestLoanToSome(t *testing.T) {
 			require.Equal(t, i == 0, r.Push()[0].Lent, "server %d", i)
 			require.Equal(t, v, r.Push()[0].Span.Bytes()[63])
 			if i == 0 {
-				require.NoError(t, p.buffers.Release(r.Push()[0].Buffer))
+				require.NoError(t, p.buffers.Release(r.Push()[0].Buffer, 1))
 			}
 			require.NoError(t, p.respond(i, r))
 		}
@@ -173,7 +173,7 @@ func TestLoanAndLostWorker(t *testing.T) {
 	p.w.Lose(0, errors.New("gone"))
 	require.Equal(t, 1, views(t))
 	require.Equal(t, byte(1), seen.Span.Bytes()[9])
-	require.NoError(t, p.buffers.Release(seen.Buffer))
+	require.NoError(t, p.buffers.Release(seen.Buffer, 1))
 	require.Zero(t, views(t))
 	require.Zero(t, p.buffers.Len())
 }
@@ -197,7 +197,7 @@ func TestRecalledLoan(t *testing.T) {
 	require.Equal(t, StateFailing, p.state(ids[0]))
 	require.Equal(t, StateFailed, p.state(ids[1]))
 	require.Equal(t, 1, views(t))
-	require.NoError(t, p.buffers.Release(delivered.Push()[0].Buffer))
+	require.NoError(t, p.buffers.Release(delivered.Push()[0].Buffer, 1))
 	require.NoError(t, p.respond(0, delivered))
 	require.NoError(t, p.settle())
 	require.Equal(t, StateFailed, p.state(ids[0]))
@@ -215,7 +215,7 @@ func TestLoanAndClose(t *testing.T) {
 	seen := p.take(0)[0].Push()[0].Buffer
 	require.NoError(t, p.servers[0].Close())
 	require.Equal(t, 1, views(t))
-	require.NoError(t, p.buffers.Release(seen))
+	require.NoError(t, p.buffers.Release(seen, 1))
 	require.Zero(t, views(t))
 }
 
@@ -284,7 +284,7 @@ func TestLoanIsMadeAgain(t *testing.T) {
 		require.NoError(t, p.settle())
 		first := p.take(0)[0].Push()[0]
 		require.True(t, first.Lent)
-		require.NoError(t, p.buffers.Release(first.Buffer))
+		require.NoError(t, p.buffers.Release(first.Buffer, 1))
 		drain(p.to[0], p.w.Done)
 		p.w.Lose(0, errGone)
 		require.NoError(t, p.servers[0].Close())
@@ -295,7 +295,7 @@ func TestLoanIsMadeAgain(t *testing.T) {
 		require.Equal(t, lends, r.Push()[0].Lent)
 		require.Equal(t, byte(4), r.Push()[0].Span.Bytes()[9])
 		if lends {
-			require.NoError(t, p.buffers.Release(r.Push()[0].Buffer))
+			require.NoError(t, p.buffers.Release(r.Push()[0].Buffer, 1))
 		}
 		require.NoError(t, p.respond(0, r))
 		require.NoError(t, p.settle())

@@ -348,7 +348,7 @@ func TestLateAnswer(t *testing.T) {
 	p.ended()
 	require.Equal(t, 1, p.buffers.Len(), "the application looks at it")
 	require.Equal(t, byte(5), seen.Span.Bytes()[0])
-	require.NoError(t, p.buffers.Release(seen.Buffer))
+	require.NoError(t, p.buffers.Release(seen.Buffer, 1))
 	require.Zero(t, p.buffers.Len())
 }
 
@@ -375,7 +375,7 @@ func TestUntaken(t *testing.T) {
 		p.ended()
 		require.Equal(t, want, p.buffers.Len())
 		if taken {
-			require.NoError(t, p.buffers.Release(seen))
+			require.NoError(t, p.buffers.Release(seen, 1))
 			require.Zero(t, p.buffers.Len())
 		}
 		s.Up(0, 0, p.sf[0], p.from[0])

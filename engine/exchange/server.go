@@ -449,14 +449,7 @@ func (s *Server) Deliver() {
 func (s *Server) delivered(r *Request, now int64) {
 	r.stamps[trace.Delivered-trace.Received] = now
 	r.served()
-	for i := range r.push {
-		switch v := &r.push[i]; {
-		case v.Lent:
-			s.buffers.hand(v.Buffer)
-		case v.Buffer != 0:
-			r.keys[i].hand()
-		}
-	}
+	s.buffers.hand(r.push)
 	r.state.Store(reqDelivered)
 }
 

@@ -202,7 +202,7 @@ func (m *mesh) once(x, y, out Tensor) func() {
 		s.Flush()
 		must(m.tb, retried(func() error { return w.Wait(id, 1e10, true) }))
 		if sink.lent != 0 {
-			must(m.tb, m.buffers.Release(sink.lent))
+			must(m.tb, m.buffers.Release(sink.lent, 1))
 			sink.lent = 0
 		}
 	}

@@ -80,7 +80,7 @@ func TestGPUTensors(t *testing.T) {
 				stream, err := g.NewStream()
 				require.NoError(t, err)
 				t.Cleanup(func() { require.NoError(t, g.FreeStream(stream)) })
-				buffers := map[uint64]bool{} // that we have seen
+				buffers := map[uint64]uint64{} // how often we have seen each
 				for round, n := range []uint64{1, 5000, 3 << 20, 3 << 20, 700000, 0} {
 					x, y := gpuTensor(t, g, 1, n, byte(round)), gpuTensor(t, g, 2, n, 200)
 					gate := make(chan struct{})
@@ -110,7 +110,7 @@ func TestGPUTensors(t *testing.T) {
 					require.NoError(t, err)
 					got := batch.push[0]
 					if n != 0 {
-						buffers[got.Buffer] = true
+						buffers[got.Buffer]++
 						require.Equal(t, mem.GPU(0), got.Dev)
 						require.Equal(t, late, contents(t, g, got.Span))
 					}
@@ -138,8 +138,8 @@ func TestGPUTensors(t *testing.T) {
 				for _, n := range m.all() {
 					require.NoError(t, n.Free())
 				}
-				for id := range buffers {
-					require.NoError(t, m.buffers.Release(id))
+				for id, times := range buffers {
+					require.NoError(t, m.buffers.Release(id, times))
 				}
 			})
 		}
@@ -194,7 +194,7 @@ func TestGPUOutOfMemory(t *testing.T) {
 			for _, n := range m.all() {
 				require.NoError(t, n.Free())
 			}
-			require.NoError(t, m.buffers.Release(batch.push[0].Buffer))
+			require.NoError(t, m.buffers.Release(batch.push[0].Buffer, 1))
 		})
 	}
 }
@@ -283,7 +283,7 @@ func TestRealGPU(t *testing.T) {
 	for _, transport := range []string{"cma", "tcp"} {
 		m := newGPUPair(t, transport, gpu.Open)
 		worker, server := m.workers[0], m.servers[0]
-		buffers := map[uint64]bool{}
+		buffers := map[uint64]uint64{}
 		for round, n := range []uint64{1, 4096, 128 * 7168, 5 << 20, 64 << 20, 128 * 7168} {
 			x, y, back := buffer(1, n, byte(round+1)), buffer(2, n, 200), buffer(0, n, byte(round+101))
 			ticket, err := worker.BeginPushPull()
@@ -296,7 +296,7 @@ func TestRealGPU(t *testing.T) {
 				err = server.GetBatch(&batch, 0, time.Second, true)
 			}
 			require.NoError(t, err)
-			buffers[batch.push[0].Buffer] = true
+			buffers[batch.push[0].Buffer]++
 			got := make([]byte, n)
 			require.NoError(t, d.Read(got, uint64(batch.push[0].Span.Addr)))
 			require.Equal(t, bytes.Repeat([]byte{byte(round + 1)}, int(n)), got)
@@ -319,8 +319,8 @@ func TestRealGPU(t *testing.T) {
 		for _, n := range m.all() {
 			require.NoError(t, n.Free())
 		}
-		for id := range buffers {
-			require.NoError(t, m.buffers.Release(id))
+		for id, times := range buffers {
+			require.NoError(t, m.buffers.Release(id, times))
 		}
 	}
 }
@@ -384,7 +384,7 @@ func TestOneSideHasAGPU(t *testing.T) {
 					}
 					return hostTensor(t, key, n, fill)
 				}
-				buffers := map[uint64]bool{} // that we have seen
+				buffers := map[uint64]uint64{} // how often we have seen each
 				for round, n := range []uint64{1, 5000, 3 << 20, 700000} {
 					x, y := tensor(c.worker, 1, n, byte(round+1)), tensor(c.worker, 2, n, 200)
 					ticket, err := worker.BeginPushPull()
@@ -398,7 +398,7 @@ func TestOneSideHasAGPU(t *testing.T) {
 					}
 					require.NoError(t, err)
 					got := batch.push[0]
-					buffers[got.Buffer] = true
+					buffers[got.Buffer]++
 					require.Equal(t, server.Info().Device, got.Dev)
 					require.Equal(t, contents(t, g, x.Span), contents(t, g, got.Span))
 					back := tensor(c.server, 0, n, byte(100+round))
@@ -417,8 +417,8 @@ func TestOneSideHasAGPU(t *testing.T) {
 				for _, n := range m.all() {
 					require.NoError(t, n.Free())
 				}
-				for id := range buffers {
-					require.NoError(t, m.buffers.Release(id))
+				for id, times := range buffers {
+					require.NoError(t, m.buffers.Release(id, times))
 				}
 			})
 		}

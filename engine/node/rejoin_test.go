@@ -210,7 +210,7 @@ func TestWorkerRestarts(t *testing.T) {
 	require.Equal(t, x.Span.Bytes(), b.reqs[1].push[0].Span.Bytes(), "the application may still look at it")
 	for _, r := range b.reqs {
 		if id := r.push[0].Buffer; r.rank == 1 {
-			require.NoError(t, m.buffers.Release(id))
+			require.NoError(t, m.buffers.Release(id, 1))
 		}
 	}
 

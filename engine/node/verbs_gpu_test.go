@@ -94,7 +94,7 @@ func TestVerbsGPURefused(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			m, g, logs := newGPUNICs(t, func(*fakegpu.GPU) {})
-			buffers := map[uint64]bool{}
+			buffers := map[uint64]uint64{}
 			onGPUs(t, m, g.GPU, 4096, 1, buffers) // its registrations can be given up
 			fakeverbs.Fail("ibv_reg_dmabuf_mr", c.errno, 0, c.times)
 			onGPUs(t, m, g.GPU, 4096, 3, buffers)
@@ -171,7 +171,7 @@ var patternOf = sync.OnceValue(func() []byte {
 
 // exchangeOnGPU makes push_pulls of so many bytes there and back, compares every byte, and ends the mesh.
 func exchangeOnGPU(t *testing.T, m *mesh, g *fakegpu.GPU, sizes []uint64) {
-	buffers := map[uint64]bool{}
+	buffers := map[uint64]uint64{}
 	for i, n := range sizes {
 		onGPUs(t, m, g, n, byte(10*i), buffers)
 	}
@@ -179,7 +179,7 @@ func exchangeOnGPU(t *testing.T, m *mesh, g *fakegpu.GPU, sizes []uint64) {
 }
 
 // onGPUs makes one push_pull of n bytes there and back, and compares every byte. It notes the server's receive buffer.
-func onGPUs(t *testing.T, m *mesh, g *fakegpu.GPU, n uint64, seed byte, buffers map[uint64]bool) {
+func onGPUs(t *testing.T, m *mesh, g *fakegpu.GPU, n uint64, seed byte, buffers map[uint64]uint64) {
 	worker, server := m.workers[0], m.servers[0]
 	x, y, back := onGPU(t, g, 1, spread(n, seed)), onGPU(t, g, 2, make([]byte, n)), onGPU(t, g, 0, spread(n, seed+1))
 	hidden(t, x.Span)
@@ -192,7 +192,7 @@ func onGPUs(t *testing.T, m *mesh, g *fakegpu.GPU, n uint64, seed byte, buffers 
 	got := batch.push[0]
 	require.Equal(t, mem.GPU(0), got.Dev)
 	hidden(t, got.Span)
-	buffers[got.Buffer] = true
+	buffers[got.Buffer]++
 	same(t, spread(n, seed), contents(t, g, got.Span), fmt.Sprintf("%d bytes at the server", n))
 	answer, err := server.BeginAnswer()
 	require.NoError(t, err)
@@ -204,13 +204,13 @@ func onGPUs(t *testing.T, m *mesh, g *fakegpu.GPU, n uint64, seed byte, buffers 
 }
 
 // endOnGPU ends a mesh, and frees its receive buffers.
-func endOnGPU(t *testing.T, m *mesh, buffers map[uint64]bool) {
+func endOnGPU(t *testing.T, m *mesh, buffers map[uint64]uint64) {
 	m.stop()
 	for _, n := range m.all() {
 		require.NoError(t, n.Free())
 	}
-	for id := range buffers {
-		require.NoError(t, m.buffers.Release(id))
+	for id, times := range buffers {
+		require.NoError(t, m.buffers.Release(id, times))
 	}
 }
 

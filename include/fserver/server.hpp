@@ -19,20 +19,23 @@ namespace fserver {
 
 namespace detail {
 
-// A receive buffer of the engine. The last owner releases it: the engine may then unmap the memory.
+// A receive buffer of the engine. The last owner releases it as many times as get_batch has named it:
+// the engine may then unmap the memory.
 class Buffer {
 public:
   explicit Buffer(std::uint64_t number) noexcept : number_(number) {}
   Buffer(const Buffer &) = delete;
   Buffer &operator=(const Buffer &) = delete;
   ~Buffer() {
-    if (!forked.load())
-      fs_buffer_release(number_);
+    if (times_ && !forked.load())
+      fs_buffer_release(number_, times_);
   }
   std::uint64_t number() const noexcept { return number_; }
+  void named() noexcept { times_++; }
 
 private:
   const std::uint64_t number_;
+  std::uint64_t times_ = 0;
 };
 
 } // namespace detail
@@ -83,7 +86,7 @@ private:
   void give_back() noexcept {
     for (std::uint64_t buffer : loans_) {
       if (!detail::forked.load())
-        fs_buffer_release(buffer);
+        fs_buffer_release(buffer, 1);
     }
     loans_.clear();
     buffers_.clear();
@@ -387,6 +390,7 @@ private:
       all.resize(slot + 1);
     if (!all[slot] || all[slot]->number() != buffer)
       all[slot] = std::make_shared<detail::Buffer>(buffer);
+    all[slot]->named();
     return all[slot];
   }
 

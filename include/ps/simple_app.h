@@ -70,7 +70,7 @@ public:
           asked.scheduler = m.run;
         if ((fserver::Address(m.role, 0).roles & to.roles) &&
             (to.rank < 0 || to.rank == m.rank))
-          asked.open.push_back({m.role, m.rank, m.run});
+          asked.open.push_back({m.role, m.rank, m.run, false});
       }
     });
     int timestamp;
@@ -178,6 +178,7 @@ private:
     fserver::Role role;
     int rank;
     std::uint64_t run;
+    bool answered = false; // its answer waits for its handler
     bool is(fserver::Role other, int other_rank) const {
       return role == other && rank == other_rank;
     }
@@ -249,7 +250,7 @@ private:
           m.role == fserver::Role::kScheduler ? it->second.scheduler : m.run;
       bool needed = m.role == fserver::Role::kScheduler;
       for (const Peer &p : it->second.open) {
-        if (p.is(m.role, m.rank) && !waits_for_handler(timestamp, p)) {
+        if (p.is(m.role, m.rank) && !p.answered) {
           needed = true;
           run = p.run;
         }
@@ -262,13 +263,17 @@ private:
       it->second.error = error;
     it->second.missed = error != nullptr;
   }
-  // Whether an answer of a node to a request has come.
-  bool waits_for_handler(int timestamp, const Peer &p) const {
-    return std::any_of(
-        letters_in_.begin(), letters_in_.end(), [&](const detail::Letter &l) {
-          return l.head.kind != detail::LetterHead::kRequest &&
-                 l.head.timestamp == timestamp && p.is(l.role, l.rank);
-        });
+  // Who sent a response, of those who have not answered that request. Null: it has answered, Wait has thrown, or it was
+  // not asked.
+  Peer *asked(const detail::Letter &l) {
+    const auto it = asked_.find(l.head.timestamp);
+    if (it == asked_.end())
+      return nullptr;
+    for (Peer &p : it->second.open) {
+      if (p.is(l.role, l.rank) && (!p.run || !l.run || p.run == l.run))
+        return &p;
+    }
+    return nullptr;
   }
   static std::exception_ptr gone(const fserver::Member &m) {
     fs_error e{};
@@ -297,11 +302,15 @@ private:
   Customer *customer() override { return &customer_; }
   bool take(detail::Letter letter) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    // Responses are no more than the requests that wait for them.
-    if (letter.head.kind == detail::LetterHead::kRequest &&
-        (letters_in_.size() >= kMaxWaiting ||
-         bytes_in_ + letter.body.size() > kMaxBytes))
+    if (letter.head.kind != detail::LetterHead::kRequest) {
+      Peer *from = asked(letter); // so responses are no more than the requests
+      if (!from || from->answered)
+        return true;
+      from->answered = true;
+    } else if (letters_in_.size() >= kMaxWaiting ||
+               bytes_in_ + letter.body.size() > kMaxBytes) {
       return false;
+    }
     bytes_in_ += letter.body.size();
     letters_in_.push_back(std::move(letter));
     changed_.notify_all();
@@ -363,18 +372,11 @@ private:
   }
   void handle_response(std::unique_lock<std::mutex> &lock,
                        const detail::Letter &l) {
-    const auto waits = [&] {
-      const auto it = asked_.find(l.head.timestamp);
-      return it == asked_.end() ? nullptr : &it->second;
-    };
-    const auto sent = [&](const Peer &p) {
-      return p.is(l.role, l.rank) && (!p.run || !l.run || p.run == l.run);
-    };
-    Asked *a = waits();
-    if (!a || std::none_of(a->open.begin(), a->open.end(), sent))
-      return; // answered twice, or Wait has thrown
-    a->open.erase(std::remove_if(a->open.begin(), a->open.end(), sent),
-                  a->open.end());
+    const Peer *from = asked(l);
+    if (!from)
+      return; // Wait has thrown
+    std::vector<Peer> &open = asked_[l.head.timestamp].open;
+    open.erase(open.begin() + (from - open.data()));
     std::exception_ptr error;
     if (l.head.kind == detail::LetterHead::kRefusal) {
       error = refused(l);
@@ -384,12 +386,13 @@ private:
       error = capture([&] { handle(data_of(l), this); });
       lock.lock();
     }
-    if (a = waits(); !a)
+    const auto it = asked_.find(l.head.timestamp);
+    if (it == asked_.end())
       return;
-    if (error && !a->error)
-      a->error = error;
-    if (a->open.empty() && !a->error)
-      asked_.erase(l.head.timestamp);
+    if (error && !it->second.error)
+      it->second.error = error;
+    if (it->second.open.empty() && !it->second.error)
+      asked_.erase(it);
     changed_.notify_all();
   }
 

@@ -282,7 +282,7 @@ CASE(no_such_node) {
     FAILS(fs_close(node), EBADF, "handle");
     FAILS(fs_free(node), EBADF, "handle");
   }
-  CHECK(fs_buffer_release(12345) < 0);
+  CHECK(fs_buffer_release(12345, 1) < 0);
 }
 
 /* Sleeps until an eventfd is written to. */
@@ -323,8 +323,8 @@ CASE(watched) {
       hear(server);
     }
     CHECK(rc == 0);
-    if (i == 0)
-      buffer = words[7]; /* seen for the first time */
+    CHECK(i == 0 || buffer == words[7]);
+    buffer = words[7];
     CHECK(fs_respond(m.server, NULL, &words[1], &none, 1, NULL, &answered,
                      &count) == 0);
     for (;;) {
@@ -343,7 +343,7 @@ CASE(watched) {
   CHECK(fs_close(m.server) == 0);
   hear(server);
   FAILS(fs_watch_arm(m.server, at_server), ESHUTDOWN, "closed");
-  CHECK(fs_buffer_release(buffer) == 0);
+  CHECK(fs_buffer_release(buffer, 20) == 0);
   close(worker);
   close(server);
   free_mesh(&m);
@@ -447,7 +447,7 @@ CASE(round_trip) {
   CHECK(json[0] == '{' && json[need - 1] == '}');
 
   for (int i = 0; i < 2; i++)
-    CHECK(owed[i] == 0 || fs_buffer_release(owed[i]) == 0);
+    CHECK(owed[i] == 0 || fs_buffer_release(owed[i], 1) == 0);
   free_mesh(&m);
 }
 
@@ -514,7 +514,7 @@ CASE(unicast) {
   CHECK(fs_push_pull_to(m.worker, 0, NULL, &push, 1, NULL, 0, &behind) == 0);
   push.key = 2;
   CHECK(fs_push_pull_to(m.worker, 0, NULL, &push, 1, NULL, 0, &other) == 0);
-  uint64_t handlers[3], keys[] = {1, 2, 1}, owed[2] = {0, 0};
+  uint64_t handlers[3], keys[] = {1, 2, 1}, buffers[3];
   fs_ticket of[] = {ticket, other, behind};
   for (int i = 0; i < 3; i++) {
     int rc;
@@ -531,8 +531,7 @@ CASE(unicast) {
             need == 1);
     FAILS(fs_pull_keys(m.server, batch[1] + 1, asked, 2, &need), EMSGSIZE,
           "pull_keys handler");
-    if (i < 2)
-      owed[i] = batch[7];
+    buffers[i] = batch[7];
     if (i == 0) /* the one behind it waits, the other passes */
       continue;
     if (i == 1)
@@ -546,9 +545,13 @@ CASE(unicast) {
   CHECK(memcmp(back, answer, sizeof back) == 0);
   CHECK(fs_get_batch(m.server, 0, 0, batch, COUNT(batch), &need, 0, 0) ==
         -EAGAIN);
-  for (int i = 0; i < 2; i++)
-    if (owed[i])
-      CHECK(fs_buffer_release(owed[i]) == 0);
+  /* Named twice: two releases are owed, and no third. */
+  CHECK(buffers[0] == buffers[2]);
+  CHECK(fs_buffer_release(buffers[0], 3) < 0);
+  CHECK(fs_buffer_release(buffers[0], 0) < 0);
+  CHECK(fs_buffer_release(buffers[0], 2) == 0);
+  CHECK(fs_buffer_release(buffers[0], 1) < 0);
+  CHECK(fs_buffer_release(buffers[1], 1) == 0);
   free_mesh(&m);
 }
 
@@ -596,7 +599,7 @@ CASE(refusals) {
   CHECK(e.role == FS_ROLE_SERVER && e.rank == 0);
   CHECK(strcmp(e.reason, "no room") == 0 && strstr(e.text, "no room"));
   if (batch[7])
-    CHECK(fs_buffer_release(batch[7]) == 0);
+    CHECK(fs_buffer_release(batch[7], 1) == 0);
   free_mesh(&m);
   CHECK(fs_dtypes(NULL, 0) == 0);
 }

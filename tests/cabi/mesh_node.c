@@ -47,7 +47,6 @@ struct member {
   fs_info info;
   struct slot *slots;
   int64_t nslots;
-  uint64_t buffers[WORKERS * (1 << 12)]; /* receive buffers, by their slots */
 };
 
 static struct member self;
@@ -352,20 +351,6 @@ static bool compare_request(int worker, const fs_tensor *push, int n,
   return good;
 }
 
-/* Keeps account of the receive buffers: a new one replaces the one before. */
-static void note_buffer(uint64_t slot, uint64_t buffer) {
-  if (slot == FS_LENT) {
-    check(fs_buffer_release(buffer), "fs_buffer_release");
-    return;
-  }
-  if (slot >= sizeof(self.buffers) / sizeof(self.buffers[0]))
-    die("slot %llu", (unsigned long long)slot);
-  uint64_t *now = &self.buffers[slot];
-  if (*now != buffer && *now != 0)
-    check(fs_buffer_release(*now), "fs_buffer_release");
-  *now = buffer;
-}
-
 /* A request of a batch, and the answer to it. */
 struct request {
   uint64_t handler;
@@ -379,7 +364,7 @@ struct request {
 
 /* Reads a request from the words of a batch; gives where the next one begins. */
 static const uint64_t *parse(const uint64_t *w, struct request *r) {
-  uint64_t slots[MAX_TENSORS], buffers[MAX_TENSORS];
+  uint64_t buffers[MAX_TENSORS];
   r->handler = *w++;
   r->worker = (int)*w++;
   r->n = (int)*w++;
@@ -389,7 +374,6 @@ static const uint64_t *parse(const uint64_t *w, struct request *r) {
     die("a request of worker %d with %d push and %llu pull tensors", r->worker,
         r->n, (unsigned long long)pulls);
   for (int i = 0; i < r->n; i++) {
-    slots[i] = w[1];
     buffers[i] = w[2];
     r->push[i] = (fs_tensor){
         .key = w[0], .data = (void *)(uintptr_t)w[3], .bytes = w[4]};
@@ -398,7 +382,7 @@ static const uint64_t *parse(const uint64_t *w, struct request *r) {
   w += pulls;
   r->good = compare_request(r->worker, r->push, r->n, &r->seq, &r->run);
   for (int i = 0; i < r->n; i++)
-    note_buffer(slots[i], buffers[i]);
+    check(fs_buffer_release(buffers[i], 1), "fs_buffer_release");
   return w;
 }
 
@@ -582,9 +566,6 @@ static void leave(void) {
   while ((rc = fs_stop(self.node, 100 * MS)) == -EAGAIN)
     ;
   check(rc, "fs_stop");
-  for (size_t i = 0; i < sizeof(self.buffers) / sizeof(self.buffers[0]); i++)
-    if (self.buffers[i])
-      check(fs_buffer_release(self.buffers[i]), "fs_buffer_release");
   check(fs_free(self.node), "fs_free");
   check(fs_live(&nodes, &buffers, &goroutines), "fs_live");
   if (nodes != 0 || buffers != 0)

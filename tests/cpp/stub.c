@@ -38,6 +38,7 @@ static struct watch {
 } watches[MASK + 1]; // by number
 static fs_watch watching;
 static char buffers[KEYS][BUFFER];
+static uint64_t owed; // releases of buffers
 static fs_node nodes;
 
 static __thread int code;
@@ -175,6 +176,7 @@ int fs_waits_for(fs_node node, fs_ticket ticket, fs_pending *out) {
 // time in another slot.
 static size_t write_request(struct request *r, uint64_t *w) {
   const uint64_t *begin = w;
+  owed += r->np;
   *w++ = 1;
   *w++ = r->ticket;
   *w++ = 0;
@@ -225,7 +227,13 @@ int fs_get_batch(fs_node node, fs_channel channel, uint32_t least,
   return rc;
 }
 
-int fs_buffer_release(uint64_t buffer) {
+// A release that is not owed ends the program.
+int fs_buffer_release(uint64_t buffer, uint64_t times) {
+  pthread_mutex_lock(&mutex);
+  if (times == 0 || times > owed)
+    abort();
+  owed -= times;
+  pthread_mutex_unlock(&mutex);
   if (buffer > KEYS)
     free((void *)(uintptr_t)buffer);
   return 0;
