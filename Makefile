@@ -8,7 +8,7 @@
 # COUNT=1000000   push_pulls of each part of `make soak`
 # CASES="floor tcp"   cases of `make softroce` (tests/softroce/cases); default: all but *_long
 # PARTS="wheel sdist"   parts of `make check-long`, or of `make coverage`; default: all
-# JOBS=4      processes of pytest, and of ctest, at a time in `make test` and `make coverage`
+# JOBS=3      processes of pytest, and of ctest, at a time in `make test` and `make coverage`
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -26,7 +26,7 @@ SEED ?=
 TRANSPORT ?= auto
 COUNT ?= 1000000
 PARTS ?=
-JOBS ?= 4
+JOBS ?= 3
 CASES ?=
 
 ifneq ($(words $(CURDIR)) $(words $(VENV)),1 1)
@@ -104,7 +104,9 @@ test: ext ## all tests: go test, pytest and the tests of the C++ headers
 	log=build/test.log
 	>$$log
 	run() { "$$@" 2>&1 | tee -a $$log || status=1; }
+	BIN=$(BIN) nice tools/cpp_tests.sh -N >/dev/null 2>&1 & # compiles: go test leaves a quarter of two cores idle
 	run env QUICK=1 $(GO_TEST)
+	wait || true # cpp_tests.sh compiles again what failed, and says why
 	run timeout --signal=INT --kill-after=30 30m $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=40
 	run env BIN=$(BIN) tools/cpp_tests.sh -j $(JOBS)
 	if [[ $$status != 0 ]]; then

@@ -10,7 +10,10 @@ from blocks import ROOT, Block, files, pages, read, runnable, unused
 from runner import missing, run
 
 PAGES = {path: read(path) for path in pages()}
-LONG = ("benchmarks", "latency", "launchers", "long-contexts", "observe", "rails", "two-hosts")
+LONG = (
+    *("benchmarks", "latency", "launchers", "long-contexts", "lost-peers", "observe", "rails"),
+    *("stepmesh", "two-hosts"),
+)
 """Pages whose blocks start many processes, or measure."""
 
 BLOCKS = [

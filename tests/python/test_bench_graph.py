@@ -40,7 +40,7 @@ def test_a_disk_that_is_full(dry):
         graph.main([*argv.split(), "--replays", "1", "--json", "/dev/full"])
 
 
-@pytest.mark.parametrize("count", ["1", "2"])
+@pytest.mark.parametrize("count", [pytest.param("1", marks=pytest.mark.long), "2"])
 def test_graph(dry, tmp_path, count):
     """On the CPU: the program, not the speed."""
     path = tmp_path / "rows.json"

@@ -28,6 +28,7 @@ def run(path: Path, *argv: str) -> tuple[int, list[dict]]:
     return status, json.loads(path.read_text())["rows"]
 
 
+@pytest.mark.long
 def test_trips(path):
     status, (raw, *rows) = run(path, "--runs", "3", "--modes", "kernel", "--beside", "nccl")
     assert raw["by"] == "raw" and "no-such-nvcc: not found" in raw["skipped"]

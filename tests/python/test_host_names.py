@@ -37,9 +37,11 @@ except fserver.ConfigError as error:
 @pytest.mark.parametrize(
     ("addresses", "said", "warned"),
     [
-        (["10.77.0.1"], "10.77.0.1 10.77.0.1", False),
+        pytest.param(["10.77.0.1"], "10.77.0.1 10.77.0.1", False, marks=pytest.mark.long),
         (["127.0.1.1", "10.77.0.1"], "10.77.0.1 10.77.0.1", False),
-        (["10.77.0.9", "10.77.0.1"], "10.77.0.1 10.77.0.1", False),
+        pytest.param(
+            ["10.77.0.9", "10.77.0.1"], "10.77.0.1 10.77.0.1", False, marks=pytest.mark.long
+        ),
         (["127.0.1.1"], "127.0.1.1 127.0.0.1", True),
         (["10.77.0.8", "10.77.0.9"], "this host has none of these addresses", False),
     ],

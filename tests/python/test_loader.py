@@ -430,6 +430,7 @@ cp "{adapter}" "$2"
 """A compiler that has compiled: to read torch's headers takes 13 s of a processor."""
 
 
+@pytest.mark.long  # a minute of a processor
 def test_two_processes_compile_once_and_a_wrong_layout_is_refused(tmp_path: Path) -> None:
     """For the first two, what the build has compiled is compiled again; the third compiles with
     wrong headers."""

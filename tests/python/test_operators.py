@@ -32,9 +32,9 @@ def run(program: str) -> None:
     "imports",
     [
         "import torch, fserver",
-        "import fserver, torch",
+        pytest.param("import fserver, torch", marks=pytest.mark.long),
         "import fserver_lib, torch, fserver",
-        "import fserver; from torch import nn; import torch",
+        pytest.param("import fserver; from torch import nn; import torch", marks=pytest.mark.long),
         "import fserver, importlib.util; importlib.util.find_spec('torch').loader; import torch",
         "import fserver; from fserver.channel import Channel; import torch",
     ],

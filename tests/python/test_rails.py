@@ -333,6 +333,7 @@ def timed_program(pair: Pair) -> list[tuple[float, float, float]]:
     return times
 
 
+@pytest.mark.long
 def test_the_time_of_a_loss(child: MakeChild) -> None:
     """How much longer an exchange takes is printed, not judged."""
     for usual, lossy, known in run(child, timed_program):

@@ -140,6 +140,7 @@ class nixl_agent:
 """
 
 
+@pytest.mark.long
 def test_nixl(spaces: dict[str, str], tmp_path: Path) -> None:
     """The step of a host that has NIXL, which is played here: what is written, and what is said."""
     module = tmp_path / "modules/nixl_cu12"

@@ -706,7 +706,10 @@ def cluster_script(tmp_path) -> str:
     return str(script)
 
 
-@pytest.mark.parametrize("lists", [(), ("--worker-gpus", "5,3", "--server-gpus", "0,7")])
+@pytest.mark.parametrize(
+    "lists",
+    [pytest.param((), marks=pytest.mark.long), ("--worker-gpus", "5,3", "--server-gpus", "0,7")],
+)
 def test_a_cluster_on_one_host(cluster_script, lists, monkeypatch):
     """The ranks are the same whatever the GPUs are."""
     monkeypatch.setenv("STEPMESH_BACKEND", "CPU")

@@ -116,7 +116,7 @@ def unused(me: Rank, backend: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_calls_whose_result_is_not_used(world: World, backend: str, monkeypatch: Any):
     """They are made: other ranks may use theirs, and wait."""
     monkeypatch.setitem(LIMIT, "cpu", 300.0)

@@ -232,7 +232,14 @@ def differences_of_ours(
         pytest.param(False, id="full", marks=[] if ON_GPU else [pytest.mark.long]),
     ],
 )
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if ON_GPU or BF16 in case else [pytest.mark.long])
+        for case in CASES
+    ],
+    ids=str,
+)
 def test_calls_right_behind_each_other(ranks: World, case: tuple, causal: bool):
     for found in run(ranks, differences_of_ours, *case, causal):
         assert found and max(found.values()) <= ROUNDING, found
