@@ -52,6 +52,7 @@ class Supervisor:
         self._signal: int | None = None  # the first that was passed on
         self._end_at: float | None = None  # when those that should have ended are told to
         self._kill_at: float | None = None  # when those that are left are killed
+        self._killed = False  # they are, if they have not ended yet
 
     def run(self) -> int:
         """Starts all, returns the exit status when all have ended. Main thread only."""
@@ -218,7 +219,7 @@ class Supervisor:
                 if since is not None and (child.status == 0 or now >= since + HOLD):
                     child.error.release()
         if self._kill_at is not None and now >= self._kill_at:
-            self._kill_at = None
+            self._kill_at, self._end_at, self._killed = None, None, True
             if left:
                 self._screen.say(f"killed {names}, still running after the request to end")
             for child in left:
@@ -230,13 +231,14 @@ class Supervisor:
                 return
             if not self._settle(left):
                 return
-            if self._kill_at is None and left:
+            if left and self._kill_at is None and not self._killed:
                 self._screen.say(f"ending {names}")
                 self._tell(left)
         roles = {c.process.role for c in left}
         if self._signal is not None and roles == {"scheduler"}:
             self._tell([c for c in left if not c.told])
-        if self._kill_at is not None or self._several_hosts or not left or "worker" in roles:
+        told = self._killed or self._kill_at is not None
+        if told or self._several_hosts or not left or "worker" in roles:
             return
         if self._end_at is None:
             self._end_at = now + self._grace
