@@ -294,6 +294,13 @@ func parting(channel string, i int) error {
 // a peer has closed its side.
 func (ch *Channel) Err() error { return ch.Missing(func(int) bool { return true }) }
 
+// Heard reports whether peer i has told of its side. Safe from any goroutine.
+func (ch *Channel) Heard(i int) bool {
+	ch.of.mu.Lock()
+	defer ch.of.mu.Unlock()
+	return ch.peers[i].told
+}
+
 // Closed returns how many peers have closed their sides, and one more if the channel has ended. Safe from
 // any goroutine.
 func (ch *Channel) Closed() (n int) {

@@ -141,9 +141,16 @@ func (p *Proxy) next(now int64) (over, more bool, err error) {
 	case sending:
 		sent, err := p.carrier.Send()
 		if sent {
+			p.asked = 0
 			p.words[WordSent].Store(p.number)
 		}
-		return sent, false, err
+		if sent || err != nil || !p.due(now) {
+			return sent, false, err
+		}
+		if err := p.broken(); err != nil {
+			return false, false, err
+		}
+		return false, false, p.overdue(now, "a message has not been sent")
 	case arriving:
 		here, more, err := p.carrier.Arrived()
 		if here || more || err != nil {

@@ -175,9 +175,23 @@ func TestProxyWaits(t *testing.T) {
 	require.ErrorAs(t, step(2*ms), &late)
 	require.ErrorContains(t, late, "a message has not left within timeout_ms=300")
 
+	p, s, _, words = newScripted(t, Asks, 300*time.Millisecond)
+	s.full = true
+	words[WordRung].Store(1)
+	words[WordAsked].Store(1)
+	require.NoError(t, step(ms))
+	require.NoError(t, step(299*ms))
+	require.ErrorAs(t, step(2*ms), &late)
+	require.ErrorContains(t, late, "a message has not been sent within timeout_ms=300")
+
 	gone := errors.New("gone")
-	for _, k := range []Kind{Asks, Answers, Sends} { // one waits for its stream, one for its peer, one for its memory
+	// One waits for its stream, one for room to send, one for its peer, one for its memory.
+	for i, k := range []Kind{Asks, Asks, Answers, Sends} {
 		p, s, cs, words = newScripted(t, k, time.Hour)
+		if i == 1 {
+			s.full = true
+			words[WordRung].Store(1)
+		}
 		if k == Sends {
 			s.here, s.used = true, true
 			words[WordRung].Store(1)

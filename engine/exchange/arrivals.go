@@ -26,6 +26,9 @@ type Arrivals struct {
 	queues  []ring[*Request] // by client
 	ready   atomic.Int32     // clients with a request
 	emptied atomic.Uint32    // see Emptied
+	// Heard reports whether client i has told of its side of the channel. What it sends before that is of an
+	// earlier channel of this name, and refused. Nil: all have.
+	Heard func(i int) bool
 }
 
 func (s *Server) newArrivals(name string) *Arrivals {
@@ -116,7 +119,7 @@ func (s *Server) heads(l *Arrivals) []*Request {
 // route puts a complete request where its caller looks for it.
 func (s *Server) route(c *client, r *Request) {
 	l := s.arrivals[r.channel]
-	if l == nil {
+	if l == nil || l.Heard != nil && !l.Heard(c.index) {
 		s.turnAway(r)
 		return
 	}

@@ -81,6 +81,19 @@ func TestChannelRequests(t *testing.T) {
 		require.Equal(t, StateDone, p.state(beside), turn)
 		at = s.Attach("a")
 	}
+	// So is what the worker sent to an earlier channel of the name, before it opens this one.
+	at.Heard = func(int) bool { return false }
+	early, _ := push("a", 1, 1)
+	require.NoError(t, p.settle())
+	require.True(t, IsOver(p.w.Result(early)))
+	require.Nil(t, s.Take("a"))
+	at.Heard = func(int) bool { return true }
+	_, _ = push("a", 1, 1)
+	require.NoError(t, p.settle())
+	require.Len(t, s.Take("a"), 1)
+	s.Detach("a")
+	require.NoError(t, p.settle())
+	at = s.Attach("a")
 	// What comes for a channel that is closed is refused at once. The loss of a worker that has not
 	// read that frees it.
 	s.Detach("a")

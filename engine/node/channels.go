@@ -33,7 +33,9 @@ func (n *Node) OpenChannel(name string) (uint64, error) {
 		return 0, err
 	}
 	if n.server != nil {
-		ch.Attach(n.server.Attach(ch.Name()))
+		at := n.server.Attach(ch.Name())
+		at.Heard = ch.Heard
+		ch.Attach(at)
 	}
 	return ch.Handle(), nil
 }
