@@ -113,6 +113,7 @@ int cs_ib_port_of(cs_ib_device *d, int number, cs_ib_port *port) {
     return rc;
   port->active = a.state == IBV_PORT_ACTIVE;
   port->ethernet = a.link_layer == IBV_LINK_LAYER_ETHERNET;
+  port->global = port->ethernet || a.flags & IBV_QPF_GRH_REQUIRED;
   port->mtu = 128 << a.active_mtu;
   port->gids = a.gid_tbl_len;
   port->lid = a.lid;
@@ -122,23 +123,23 @@ int cs_ib_port_of(cs_ib_device *d, int number, cs_ib_port *port) {
 int cs_ib_gids(cs_ib_device *d, int port, cs_ib_gid *gids, int room,
                int *count) {
   cs_ib_port p;
-  int rc = cs_ib_port_of(d, port, &p), n = 0;
+  int rc = cs_ib_port_of(d, port, &p), n = 0, first = 0;
   for (int i = 0; !rc && i < p.gids && n < room; i++) {
     struct ibv_gid_entry e;
-    rc = cs_ib.query_gid_ex(d->context, (uint32_t)port, (uint32_t)i, &e, 0,
-                            sizeof e);
-    if (rc == ENODATA) { /* an empty entry */
-      rc = 0;
+    const int bad = cs_ib.query_gid_ex(d->context, (uint32_t)port, (uint32_t)i,
+                                       &e, 0, sizeof e);
+    if (bad) { /* ENODATA: it is empty. ENODEV, too: it is another namespace's */
+      first = first || bad == ENODATA ? first : bad;
       continue;
     }
-    if (rc)
-      break;
     memcpy(gids[n].gid, e.gid.raw, sizeof gids[n].gid);
     gids[n].index = i;
     gids[n].type = (int32_t)e.gid_type;
     gids[n].link = (int32_t)e.ndev_ifindex;
     n++;
   }
+  if (!rc && n == 0)
+    rc = first;
   if (!rc)
     *count = n;
   return rc;

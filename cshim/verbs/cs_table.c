@@ -57,6 +57,10 @@ static int open_library(const char *path, char *why, size_t room) {
   }
   CS_IB_TABLE(FIND)
 #undef FIND
+  int (*fork_init)(void) = NULL;
+  set(&fork_init, dlsym(library, "ibv_fork_init"));
+  if (fork_init) /* before 5.12 the kernel moves registered pages of a process that forks */
+    fork_init(); /* fails where another user of the library came first */
   cs_ib = table;
   set(&cs_dma_buf.reg_mr, dlsym(library, "ibv_reg_dmabuf_mr"));
   open_mlx5(library);

@@ -98,6 +98,7 @@ type Port struct {
 	LID      int32 // InfiniBand
 	Active   bool
 	Ethernet bool // RoCE; else InfiniBand
+	Global   bool // each way is by GID: Ethernet, and InfiniBand ports that require it
 }
 
 // Port asks for port number, from 1.

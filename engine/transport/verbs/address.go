@@ -223,17 +223,21 @@ func fromNCCL(v string) (string, bool) {
 
 // refresh looks at the port again if something has happened to it. It may block.
 func (f *Fabric) refresh() {
-	stale := false
-	f.Owned(func() { stale, f.stale = f.stale, false })
+	f.looking.Lock() // what is read first is not to be kept last
+	defer f.looking.Unlock()
+	stale, number := false, int32(0)
+	f.Owned(func() { stale, number, f.stale = f.stale, f.at.number, false })
 	if !stale {
 		return
 	}
-	a, err := addressOf(f.dev, f.at.number, f.path, f.nearTo)
-	if err == nil {
-		f.Owned(func() { f.at, f.probes = a, 0 })
-		if f.common != nil {
-			f.common.read(a.gid())
-		}
+	a, err := addressOf(f.dev, number, f.path, f.nearTo)
+	if err != nil {
+		f.Owned(func() { f.stale = true })
+		return
+	}
+	f.Owned(func() { f.at, f.probes = a, 0 })
+	if f.common != nil {
+		f.common.read(a.gid())
 	}
 }
 
@@ -258,5 +262,5 @@ func (f *Fabric) refused(g rdma.GID, why error) error {
 // across reports whether the way to a peer is by GID.
 func (a *address) across(peer [16]byte) bool {
 	own := a.gid().Raw
-	return a.port.Ethernet || [8]byte(own[:8]) != [8]byte(peer[:8])
+	return a.port.Global || [8]byte(own[:8]) != [8]byte(peer[:8])
 }

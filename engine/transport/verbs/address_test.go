@@ -228,9 +228,9 @@ func TestChangedGID(t *testing.T) {
 	w.echo(a)
 }
 
-// TestInfiniBand joins ports of one subnet by LID, and those of two by GID.
+// TestInfiniBand joins ports of one subnet by LID, and those of two, or that require it, by GID.
 func TestInfiniBand(t *testing.T) {
-	for kind, global := range map[int]bool{1: false, 2: true} {
+	for kind, global := range map[int]bool{1: false, 2: true, 3: true} {
 		w := newTwo(t)
 		fakeverbs.Set("infiniband", kind)
 		w.reopen(Options{})

@@ -128,8 +128,8 @@ func (c *Conn) giveUp() {
 
 // destroy gives back what make took. It may block.
 func (c *Conn) destroy() {
-	if c.qp != nil {
-		_ = c.qp.Destroy()
+	if c.qp != nil && c.qp.Destroy() != nil {
+		return // the library may still write to the buffer
 	}
 	if c.registered {
 		_ = c.mr.Deregister()

@@ -4,6 +4,8 @@ import (
 	"errors"
 	"fmt"
 
+	"golang.org/x/sys/unix"
+
 	rdma "fserver/cshim/verbs"
 	"fserver/engine/transport"
 )
@@ -28,8 +30,10 @@ func (f *Fabric) Poll(ev []transport.Event) (int, error) {
 		}
 		return n, nil
 	}
-	if f.slept {
-		if _, err := f.cq.Quiet(); err != nil {
+	if f.slept && !f.lost {
+		if _, err := f.cq.Quiet(); errors.Is(err, unix.EIO) || errors.Is(err, unix.ENODEV) {
+			f.lose()
+		} else if err != nil {
 			return 0, err
 		}
 	}
@@ -116,9 +120,7 @@ func (f *Fabric) async() {
 		}
 		switch e.Type {
 		case rdma.DeviceFatal, rdma.CQError:
-			for _, c := range f.byQP {
-				c.end(errors.New(e.Type.String()))
-			}
+			f.endAll(e.Type)
 		case rdma.PortActive, rdma.LIDChange, rdma.GIDChange:
 			f.stale = true
 		case rdma.QPFatal, rdma.QPRequest, rdma.QPAccess:
@@ -126,6 +128,26 @@ func (f *Fabric) async() {
 				c.end(errors.New(e.Type.String()))
 			}
 		}
+	}
+}
+
+// lose takes note that the kernel has taken the device away. Its descriptors are readable for ever.
+func (f *Fabric) lose() {
+	f.lost = true
+	for _, fd := range []int{f.cq.FD, int(f.dev.FD)} {
+		_ = unix.EpollCtl(f.Epoll, unix.EPOLL_CTL_DEL, fd, nil)
+	}
+	f.endAll(rdma.DeviceFatal)
+}
+
+// endAll ends all Conns: nothing is completed any more.
+func (f *Fabric) endAll(why rdma.EventType) {
+	err := errors.New(why.String())
+	if f.back != nil {
+		f.back.fail(err)
+	}
+	for _, c := range f.byQP {
+		c.end(err)
 	}
 }
 

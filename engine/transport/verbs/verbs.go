@@ -90,7 +90,8 @@ type Fabric struct {
 	common *networks  // what Reaches looks for; nil: nothing
 	direct direct
 
-	leaving sync.Once // Close
+	leaving sync.Once  // Close
+	looking sync.Mutex // refresh
 
 	// The owner guards the rest, and calls nothing that may block.
 	at      address
@@ -109,6 +110,7 @@ type Fabric struct {
 	frames  []byte                   // what events of the last Poll point to
 	back    *readback                // nil: none is needed
 	left    bool                     // the device is called no more
+	lost    bool                     // the kernel says that it is gone
 	counts  Counts
 }
 

@@ -109,10 +109,10 @@ int gid_of(int device, int index, struct ibv_gid_entry *e) {
   e->gid_index = (uint32_t)index;
   e->port_num = 1;
   if (opt_ib) {
-    snprintf(text, sizeof text, "fe80::%d:0:0:%d:%d", opt_ib > 1 ? device : 0,
+    snprintf(text, sizeof text, "fe80::%d:0:0:%d:%d", opt_ib == 2 ? device : 0,
              index, device + 1);
     inet_pton(AF_INET6, text, e->gid.raw);
-    if (opt_ib > 1)
+    if (opt_ib == 2)
       e->gid.raw[7] = (uint8_t)(device + 1);
     return index < 2 ? 0 : ENODATA;
   }
@@ -278,6 +278,7 @@ int ibv_query_port(struct ibv_context *c, uint8_t n,
              (opt_ports > 1 && n == 1); /* of two the second is up */
   a->state = down ? IBV_PORT_DOWN : IBV_PORT_ACTIVE;
   a->link_layer = opt_ib ? IBV_LINK_LAYER_INFINIBAND : IBV_LINK_LAYER_ETHERNET;
+  a->flags = opt_ib == 3 ? IBV_QPF_GRH_REQUIRED : 0;
   a->lid = opt_ib ? (uint16_t)(70 + of(c)->device) : 0;
   a->max_mtu = IBV_MTU_4096;
   a->active_mtu = IBV_MTU_1024;
@@ -510,8 +511,11 @@ int ibv_destroy_cq(struct ibv_cq *v) {
 
 int ibv_get_cq_event(struct ibv_comp_channel *ch, struct ibv_cq **cq,
                      void **context) {
-  if (read(ch->fd, cq, sizeof *cq) != sizeof *cq)
+  if (read(ch->fd, cq, sizeof *cq) != sizeof *cq) {
+    if (gone(ch->context)) /* as kernels say since 2023 */
+      errno = EIO;
     return -1;
+  }
   *context = (*cq)->cq_context;
   return 0;
 }

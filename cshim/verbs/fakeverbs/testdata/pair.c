@@ -86,7 +86,7 @@ static int to_state(struct qp *q, struct ibv_qp_attr *a, int mask) {
     *counter("mtu") = 128 << a->path_mtu;
     if (q->qp.state != IBV_QPS_INIT || mask != rtr ||
         a->ah_attr.port_num != opt_ports ||
-        a->ah_attr.is_global != opt_ib % 2 ^ 1)
+        a->ah_attr.is_global != (opt_ib != 1))
       return EINVAL;
     if (opt_ib == 1) { /* by LID */
       q->peer = a->dest_qp_num;
