@@ -3,6 +3,7 @@ package gpu
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -139,7 +140,8 @@ func (c *Calls) enqueueMark(s cuda.Stream, after transport.Point, copies []cuda.
 	return c.Dev.Record(e, s)
 }
 
-// Look stores the numbers of the marks whose events have passed.
+// Look stores the numbers of the marks whose events have passed. Those before them in their stream have passed too, also
+// if they were asked too early: no mark may outlive the memory of its word, which ends when the last number is there.
 func (c *Calls) Look() {
 	left := c.marks[:0]
 	for _, m := range c.marks {
@@ -147,8 +149,14 @@ func (c *Calls) Look() {
 			left = append(left, m)
 			continue
 		}
-		m.to.Store(max(m.number, m.to.Load())) // an event before it may have been asked too early
+		m.to.Store(m.number)
 		c.spare = append(c.spare, m.event)
+		left = slices.DeleteFunc(left, func(before mark) bool {
+			if before.to == m.to {
+				c.spare = append(c.spare, before.event)
+			}
+			return before.to == m.to
+		})
 	}
 	c.marks = left
 }

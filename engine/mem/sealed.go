@@ -21,7 +21,10 @@ func NewSealed(name string, size, seals int) (b []byte, fd int, err error) {
 	if err != nil {
 		return nil, -1, fmt.Errorf("make a memfd: %w (each takes a descriptor: ulimit -n)", err)
 	}
-	if err = unix.Ftruncate(fd, int64(size)); err == nil {
+	if err = unix.Ftruncate(fd, int64(size)); err == nil && strict() {
+		err = claim(fd, uint64(size))
+	}
+	if err == nil {
 		if b, err = unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err == nil {
 			if _, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals); err == nil {
 				return b, fd, nil

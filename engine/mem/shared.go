@@ -42,12 +42,6 @@ func NewNamed(name string, n uint64) (*Shared, error) {
 		return nil, fmt.Errorf("mem: share %d bytes: want 1 to 2^46", n)
 	}
 	b, fd, err := NewSealed(name, int((n+4095)&^4095), Seals)
-	if err == nil && strict() {
-		if err = claim(fd, uint64(len(b))); err != nil {
-			unix.Munmap(b)
-			unix.Close(fd)
-		}
-	}
 	if err != nil {
 		return nil, fmt.Errorf("mem: share %d bytes: %w", n, err)
 	}

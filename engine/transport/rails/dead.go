@@ -6,6 +6,8 @@ import (
 	"maps"
 	"slices"
 
+	"golang.org/x/sys/unix"
+
 	"fserver/engine/transport"
 )
 
@@ -48,6 +50,8 @@ func (f *Fabric) broke(at, n int, err error) error {
 		return err
 	case d.why == nil:
 		d.why = err
+		// A forked child may hold it open after Close. Arm asks for Polls meanwhile.
+		_ = unix.EpollCtl(f.FD(), unix.EPOLL_CTL_DEL, f.members[at].FD(), nil)
 		for _, r := range slices.Collect(maps.Values(f.rails)) { // they do not wait until Close has returned
 			if r.at == at && r.down == nil {
 				r.wentDown(err)

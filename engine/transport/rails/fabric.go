@@ -256,7 +256,8 @@ func (f *Fabric) Arm() (again bool) {
 		again = c.rest() || again
 	}
 	for i, m := range f.members {
-		again = f.answers(i) && m.Arm() || again
+		// One that is closed tells nobody of its last events.
+		again = f.answers(i) && (f.dead[i].shut || m.Arm()) || again
 	}
 	return again || len(f.told) != 0
 }
