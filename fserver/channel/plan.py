@@ -335,17 +335,21 @@ class Plan:
                 if entry["stride"] and entry["stride"] < n:
                     raise ValueError
                 size = 16 * (n + entry["stride"])
-            self._within(memories, entry["at"], size)
-            self._within(memories, [0, entry["flags"]], 8 * blocks)
-            self._within(memories, [0, entry["counted"]], 8)
+            self._within(memories, entry["at"], size, 16 if kind == PACKETS else 1)
+            self._within(memories, [0, entry["flags"]], 8 * blocks, 8)
+            self._within(memories, [0, entry["counted"]], 8, 8)
         for at in theirs["out"]:
-            self._within(memories, [0, at], 4 * MOST_BLOCKS)
+            self._within(memories, [0, at], 4 * MOST_BLOCKS, 4)
         self._peers[peer], self._theirs[peer] = memories, theirs
 
     @staticmethod
-    def _within(memories: list[tuple[int, int]], where: Sequence[int], size: int) -> None:
+    def _within(
+        memories: list[tuple[int, int]], where: Sequence[int], size: int, unit: int
+    ) -> None:
+        """Refuses what is outside of its memory, or misaligned: a store there ends the context."""
         index, offset = where
-        if index < 0 or offset < 0 or offset + size > memories[index][1]:
+        begin, bytes = memories[index]
+        if index < 0 or offset < 0 or offset + size > bytes or (begin + offset) % unit:
             raise ValueError
 
     def install(self) -> None:

@@ -249,6 +249,24 @@ def test_plan_of_a_liar() -> None:
             w.attach(0, {**honest, field: 99})
 
 
+def test_misaligned_places() -> None:
+    """A store there ends the CUDA context of this process."""
+    told = plan.Plan(Memory(), 1, "kernel", [pieces([8])], [pieces([100])], False).describe(0)
+    [packets], [credits] = told["in"], told["out"]
+    for wrong in (
+        {"in": [{**packets, "at": [0, packets["at"][1] + 8]}]},
+        {"in": [{**packets, "flags": packets["flags"] + 4}]},
+        {"in": [{**packets, "counted": packets["counted"] + 4}]},
+        {"out": [credits + 2]},
+    ):
+        for lie in ({}, wrong):
+            w = plan.Plan(Memory(), 0, "kernel", [pieces([100])], [pieces([8])], True)
+            with (
+                pytest.raises(fserver.Error, match="malformed") if lie else contextlib.nullcontext()
+            ):
+                w.attach(0, {**told, "proof": "", **lie})
+
+
 @pytest.mark.parametrize("mode", ["kernel", "copy"])
 @pytest.mark.parametrize("worker", [True, False])
 def test_plan_numbers_the_row_counts(mode: str, worker: bool) -> None:
