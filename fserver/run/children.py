@@ -60,7 +60,7 @@ class Child:
 
     def signal(self, number: int) -> None:
         """To it and to what it has started; what is left of that when it has ended, too."""
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it may be root's by now
             os.killpg(self.pid, number)
 
     def reap(self) -> None:

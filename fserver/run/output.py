@@ -22,6 +22,7 @@ from . import tracebacks
 LIMIT = 1 << 16  # a longer line is cut, so that nothing grows without bound
 ERASE = b"\r\x1b[K"
 COLOURS = (36, 33, 35, 32, 34, 31)
+LOOK = 0.2  # seconds between looks at signals while nobody takes the output
 HOLD = 10.0  # seconds that a traceback is held back for while nothing has failed
 LOG_LINE = re.compile(rb"\d{4}-\d\d-\d\dT\S+\t(DEBUG|INFO|WARN|ERROR)\t")
 
@@ -32,10 +33,15 @@ class Screen:
     Args:
         unread: whether lines are dropped when nobody reads them any more. Else that raises
             BrokenPipeError.
+        late: whether lines are dropped that a reader does not take. Asked while they wait for it.
     """
 
-    def __init__(self, unread: Callable[[], bool] = lambda: False) -> None:
-        self._unread = unread
+    def __init__(
+        self,
+        unread: Callable[[], bool] = lambda: False,
+        late: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._unread, self._late = unread, late
         self.tty = {fd: os.isatty(fd) for fd in (1, 2)}
         self._bar = False  # a progress bar stands in the last line
         self._raised: dict[str, float] = {}  # when an exception was printed last
@@ -66,7 +72,7 @@ class Screen:
 
     def _write(self, fd: int, data: bytes) -> None:
         try:
-            write(fd, data)
+            write(fd, data, self._late)
         except BrokenPipeError:
             if not self._unread():
                 raise
@@ -174,18 +180,29 @@ def _shown(line: bytes) -> bytes:
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
-def write(fd: int, data: bytes) -> None:
+def _takes(fd: int) -> bool:
+    """Waits for room in a descriptor. Errors are for the write."""
+    room = select.poll()
+    room.register(fd, select.POLLOUT)
+    return bool(room.poll(1e3 * LOOK))
+
+
+def write(fd: int, data: bytes, late: Callable[[], bool] = lambda: False) -> None:
     """Writes all of data, also to a descriptor that somebody made non-blocking. Data that cannot be
-    written, as to a full disk or a terminal that is gone, is dropped: the run goes on.
+    written, as to a full disk or a terminal that is gone, is dropped: the run goes on. So is
+    data that nobody takes when it is late.
 
     Raises:
         BrokenPipeError: nobody reads it any more.
     """
     while data:
         try:
-            data = data[os.write(fd, data) :]
-        except BlockingIOError:
-            select.select([], [fd], [])
+            if _takes(fd):
+                data = data[os.write(fd, data[: select.PIPE_BUF]) :]  # which a pipe has room for
+            elif late():
+                return
+        except BlockingIOError:  # another process was faster
+            time.sleep(LOOK)
         except BrokenPipeError:
             raise
         except OSError:

@@ -11,7 +11,8 @@
   others ended. A traceback that a lost peer or the signal explains, or that is the same as
   that of the cause, is not printed: its last line is in the list of the others.
 - Where nobody reads the output any more, as after `| head`, all are killed; but what has begun to
-  end ends as it would, without output.
+  end ends as it would, without output. Where a reader does not take it, all waits for that until a
+  signal comes, and after it for the grace.
 - SIGINT, SIGTERM and SIGHUP are passed on to workers and servers, and SIGKILL
   follows when the grace is over, or at once with a second signal. The status is
   128 + n, or 0 if all of them took the signal for a request to end well.
@@ -42,7 +43,7 @@ LAST_WORDS = 1.0  # seconds that output is read for when every process has ended
 class Supervisor:
     def __init__(self, processes: list[Process], grace: float, several_hosts: bool) -> None:
         self._processes, self._grace, self._several_hosts = processes, grace, several_hosts
-        self._screen = Screen(self._unread)
+        self._screen = Screen(self._unread, self._late)
         self._selector = selectors.DefaultSelector()
         self._children: list[Child] = []
         self._failures: list[Child] = []
@@ -147,6 +148,13 @@ class Supervisor:
         """Whether the run goes on although nobody reads its output: Ctrl-C ends `| tee` too."""
         self._hear()
         return self._ending
+
+    def _late(self) -> bool:
+        """Whether the time to end is over, after a signal. Signals are heard here while a write
+        waits for a reader."""
+        self._hear()
+        over = self._kill_at is not None and time.monotonic() >= self._kill_at
+        return self._signal is not None and (over or self._killed)
 
     # -- decisions
 

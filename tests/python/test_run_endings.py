@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,15 @@ def test_ctrl_c_says_where_each_process_was():
         "killed, and at once with a second signal)",
         "fserver run: worker 0, worker 1 ended with KeyboardInterrupt (<string>, line 1)",
     ]
+
+
+def test_a_signal_while_nobody_takes_the_output():
+    talks = "print('ready', flush=True)\nwhile True: print('x' * 1000)"
+    with Run(("worker", 0, talks), grace=0.5) as run:
+        run.wait_for("[worker 0] ready")
+        time.sleep(1)  # the pipe is full long before
+        run.popen.send_signal(signal.SIGTERM)
+        assert run.popen.wait(BOUND) == 128 + signal.SIGTERM
 
 
 def test_a_process_that_does_not_end_is_named(tmp_path: Path):
