@@ -238,8 +238,13 @@ def main(example: Example, epilog: str | None = None) -> None:
     add("--gbs", type=float, default=300, help="GB/s of a link in the estimate (default 300)")
     options = parser.parse_args()
     config = example.configs[options.config]
-    given = {field: getattr(options, field) for field in numbers if getattr(options, field)}
+    given = {field: n for field in numbers if (n := getattr(options, field)) is not None}
+    for field, n in given.items():
+        if n < 1:
+            parser.error(f"--{field} {n}: want 1 or more")
     config = dataclasses.replace(config, **given)
+    if options.plot and config.large:
+        parser.error("--plot: the losses of large configurations are not compared")
     size = options.ranks or int(os.environ.get("WORLD_SIZE", 1))
     try:
         layout, counts = plan(example, config, options, size)

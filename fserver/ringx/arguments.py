@@ -322,6 +322,7 @@ def facts_of(
         GRADIENTS: gradients,
         "cu_seqlens": ends and f"of digest {digest}",
         "window": options.window,
+        "q.device.type": q.device.type,
         "q.dtype": q.dtype,
         **{f"q.shape[{dim}]": q.shape[dim] for dim in (0, 2, 3)},
         "k.shape[2]": k.shape[2],
@@ -359,7 +360,8 @@ def settled(
         elif options.agreed is None and not kept.uneven:
             known = kept.agreed.get(signature)
         if not known and q.shape[1] and k.shape[1]:  # a schedule would find out too late
-            choose(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), options.causal)
+            heads = [t.contiguous().transpose(1, 2) for t in (q, k, v)]  # as the kernels get them
+            choose(heads[0], heads[1], heads[2], options.causal)
     except Error as error:
         problem = error
     except Exception as error:  # the other ranks would wait
@@ -377,10 +379,15 @@ def settled(
     if problem and options.agreed is True:
         raise problem
     if captured:
+        remedy = "make the same call once before the capture, with agreed=None, or"
+        if kept.uneven:
+            remedy = (
+                "ranks of this group have had different lengths, so that each call compares: use "
+                "another group, or, if all lengths are equal here,"
+            )
         raise ConfigError(
             f"ringx: agreed {options.agreed} in the capture of a CUDA graph: ranks cannot compare "
-            "their arguments there (make the same call once before the capture, with agreed=None, "
-            "or capture ringx_attention(agreed=True))"
+            f"their arguments there ({remedy} capture ringx_attention(agreed=True))"
         )
     lengths = _compared(ranks, facts, problem, options)
     kept.uneven |= any(len({*values}) > 1 for values in lengths)

@@ -118,7 +118,8 @@ def unshard(
 
     Args:
         parts: the parts, one for each rank, in the order of the ranks. Or the part of this rank:
-            then all ranks of the group have to make the call, with tensors of one dtype.
+            then all ranks of the group have to make the call, with tensors of one dtype, on one
+            type of device.
         layout: ``"contiguous"`` or ``"zigzag"``.
         dim: the dimension of the tokens.
         group: as in `ringx_attention`, if parts is one tensor.
@@ -147,7 +148,9 @@ def unshard(
                 f"ringx: parts[{rank}].shape {tuple(part.shape)}: want {tuple(want)} (the {layout} "
                 f"part of rank {rank} of {size} of a sequence of {length})"
             )
-    return torch.cat(parts, dim).index_select(dim, torch.cat(places).argsort())
+    return torch.cat([part.detach() for part in parts], dim).index_select(
+        dim, torch.cat(places).argsort()
+    )
 
 
 def _place(rank: int | None, size: int | None, group: Group | None) -> tuple[int, int]:
@@ -172,7 +175,13 @@ def _gathered(part: Tensor, dim: int, ranks: Ranks) -> list[Tensor]:
     try:
         check_dim("parts", part, dim)
         length = part.shape[dim]
-        kind = part.dtype, dim % part.dim(), *part.shape[:dim], *part.shape[dim:][1:]
+        kind = (
+            part.dtype,
+            part.device.type,
+            dim % part.dim(),
+            *part.shape[:dim],
+            *part.shape[dim:][1:],
+        )
     except ConfigError as error:
         problem = error
     lengths, kinds = zip(*ranks.ask((length, kind)), strict=True)
@@ -182,8 +191,8 @@ def _gathered(part: Tensor, dim: int, ranks: Ranks) -> list[Tensor]:
     if other is not None:
         raise ShapeError(
             f"ringx: parts of rank {other} of the group differs from that of rank {ranks.rank}, "
-            f"{part.dtype} {tuple(part.shape)} with dim {dim}, in more than the length: want one "
-            "dtype and shape"
+            f"{part.dtype} {tuple(part.shape)} on {part.device.type} with dim {dim}, in more than "
+            "the length: want one dtype, shape and type of device"
         )
     rows = part.detach().movedim(dim, 0)
     padded = rows.new_zeros((max(lengths), *rows.shape[1:]))

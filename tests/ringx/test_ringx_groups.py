@@ -118,7 +118,7 @@ def unlike(me: Rank) -> list[str]:
 
 def test_parts_that_do_not_fit_are_an_error_on_all(world: World):
     first, second = world.run((2, 3), unlike)
-    assert all("want one dtype and shape" in text for text in (*first[:2], *second))
+    assert all("want one dtype, shape and type of device" in text for text in (*first[:2], *second))
     assert "dim 5 of type int: want -2 to 1, as parts.shape is (1, 4)" in first[2]
 
 
