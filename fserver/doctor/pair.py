@@ -128,7 +128,7 @@ def check(report: Report, host: str, address: str, channel: Channel, wanted: str
 
 
 def _worker(scheduler: str, channel: Channel, found: dict[str, Any]) -> None:
-    worker = fserver.Worker(**_settings(scheduler))
+    worker = fserver.Worker(host_scheduler=False, **_settings(scheduler))
     try:
         worker.connect()
         found["sizes"] = list(_exchange(worker))

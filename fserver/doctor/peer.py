@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any
 
-from fserver import _loader
+from fserver import _loader, env
 from fserver.errors import Error
 from fserver.percentiles import percentile
 
@@ -238,8 +238,7 @@ def _doctor(
             step = "way back"
             _back(report, title, found, channel, values)
             step = "tensors"
-            wanted = values.get("FSERVER_TRANSPORT") or "auto"
-            pair.check(report, names.join(host, port), address, channel, wanted)
+            pair.check(report, names.join(host, port), address, channel, _wanted(values))
     except SecretError as e:
         found["kind"], found["secret"] = "doctor", e.args[0]
         report.add(
@@ -257,6 +256,15 @@ def _doctor(
             text = f"the connection broke off: {why}"
             remedy = "try again; if it fails again, check the network for lost packets"
         report.add(title, Check(step, "no", text, remedy, fatal=True))
+
+
+def _wanted(values: dict[str, str]) -> str:
+    """The transport that the settings ask for, whatever their spelling."""
+    try:
+        settings = env.settings(values)["settings"]
+    except _loader.LoadError:
+        return values.get("FSERVER_TRANSPORT") or "auto"
+    return next(s["value"] for s in settings if s["name"] == "FSERVER_TRANSPORT") or "auto"
 
 
 def _latency(report: Report, title: str, found: dict[str, Any], channel: Channel) -> None:

@@ -426,6 +426,7 @@ def test_an_sdk_is_replaced_when_the_new_one_is_there(tmp_path: Path, monkeypatc
 # The package
 
 
+@pytest.mark.long  # as part wheel of check-long
 def test_wheel(tmp_path: Path) -> None:
     pytest.importorskip("setuptools")
     if not (ROOT / "engine/cabi/main.go").is_file():

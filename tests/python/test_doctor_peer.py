@@ -94,6 +94,18 @@ def test_the_extension_is_loaded_before_the_listener_waits(
     assert status == 0 and steps.index("load") < steps.index("call")
 
 
+def test_settings_of_this_host(
+    doctor: Doctor, listener: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a server that hosts the scheduler are not for the worker of this test. The transport
+    may have an older name."""
+    monkeypatch.setenv("FSERVER_HOST_SCHEDULER", "1")
+    monkeypatch.setenv("DMLC_ENABLE_RDMA", "0")
+    at = listener("")
+    _, found = doctor("--peer", at)
+    assert line(found, f"Tensors to {at}", "transport")["text"] == "tcp (FSERVER_TRANSPORT=tcp)"
+
+
 def test_a_kernel_without_ipv6(
     doctor: Doctor, listener: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

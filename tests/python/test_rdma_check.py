@@ -160,6 +160,7 @@ def test_nixl(spaces: dict[str, str], tmp_path: Path) -> None:
     assert all(0 < row["p50_us"] <= row["p99_us"] for row in rows)
 
 
+@pytest.mark.long
 def test_a_step_that_fails(spaces: dict[str, str], tmp_path: Path) -> None:
     """RDMA is demanded, and there is none: the step fails on both sides, and the next ones run."""
     steps = {"STEPS": "peer bytes doctor", "TRANSPORT": "verbs"}
