@@ -384,7 +384,8 @@ int fs_channel_carry(fs_node node, fs_channel channel, const fs_carried *what);
 // NIC with GPUDirect does, else 0.
 int fs_gpu_direct(fs_node node, int *direct);
 
-// Tells a peer bytes of text about this side; more of it when the peer has read that.
+// Tells a peer bytes of text about this side; more of it when the peer has read that. A
+// server refuses what a worker sends on a channel before it has told the server.
 int fs_channel_tell(fs_node node, fs_channel channel, uint32_t peer,
                     const char *text, size_t bytes);
 

@@ -66,6 +66,7 @@ func TestChannelPassesAWait(t *testing.T) {
 				require.NoError(t, err)
 				there, err := server.OpenChannel("c")
 				require.NoError(t, err)
+				require.NoError(t, worker.TellChannel(here, 0, ""))
 				stream, err := g.NewStream()
 				require.NoError(t, err)
 				gate, open := closedAtEnd(t)

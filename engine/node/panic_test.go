@@ -368,6 +368,7 @@ func TestPanicInServer(t *testing.T) {
 			require.NoError(t, err)
 			h, err := w.OpenChannel("c")
 			require.NoError(t, err)
+			require.NoError(t, w.TellChannel(h, 0, ""))
 			on, err := w.BeginPushPull()
 			require.NoError(t, err)
 			require.NoError(t, on.AddPush(tensor(t, 3, 9)))
