@@ -41,9 +41,8 @@ private:
   struct Slot {
     uint64_t buffer = 0;
     uint64_t address = 0;
-    uint64_t bytes = 0; // of memory
-    uint64_t *times =
-        nullptr; // that memory owes a release of buffer; null: it is no buffer
+    uint64_t bytes = 0;        // of memory
+    uint64_t *times = nullptr; // that memory owes a release; null: none
     Memory memory;
   };
   // Memory of register_recv_buffer.

@@ -45,8 +45,7 @@ typedef struct {
   int32_t lid;  /* InfiniBand */
   bool active;
   bool ethernet; /* RoCE; else InfiniBand */
-  bool
-      global; /* each way is by GID: Ethernet, and InfiniBand ports that require it */
+  bool global;   /* each way is by GID: Ethernet, or the port requires it */
 } cs_ib_port;
 
 enum { CS_IB_GID_IB = 0, CS_IB_GID_ROCE_V1 = 1, CS_IB_GID_ROCE_V2 = 2 };
