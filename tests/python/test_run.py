@@ -333,7 +333,7 @@ class Recorder(output.Screen):
         super().__init__()
         self.tty = {1: tty, 2: tty}
         self.text = b""
-        output.write = lambda fd, data: setattr(self, "text", self.text + data)
+        output.write = lambda fd, data, late: setattr(self, "text", self.text + data)
 
 
 @pytest.fixture
