@@ -42,7 +42,7 @@ private:
     uint64_t buffer = 0;
     uint64_t address = 0;
     uint64_t bytes = 0;        // of memory
-    uint64_t *times = nullptr; // that memory owes a release; null: none
+    uint64_t *times = nullptr; // releases that memory owes; null: none
     Memory memory;
   };
   // Memory of register_recv_buffer.

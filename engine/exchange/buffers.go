@@ -24,7 +24,7 @@ type buffer struct {
 	from   Memory     // of this kind
 	view   *mem.View  // or a worker's
 	used   bool       // by its server
-	seen   uint64     // how often it was handed out, less what was released
+	seen   uint64     // tensors in it that were handed out and not released
 }
 
 // Memory is where receive buffers lie. It outlives them, and is safe for concurrent
@@ -82,7 +82,7 @@ func (b *Buffers) Len() int {
 	return len(b.all)
 }
 
-// Release says that nobody looks at buffer id any more as it was handed out the given number of times.
+// Release says that nobody looks any more at so many of the tensors that were handed out in buffer id.
 func (b *Buffers) Release(id, times uint64) error {
 	b.mu.Lock()
 	var seen uint64
@@ -92,7 +92,7 @@ func (b *Buffers) Release(id, times uint64) error {
 	}
 	if times == 0 || times > seen {
 		b.mu.Unlock()
-		return fmt.Errorf("exchange: release of buffer %d for %d times, but it is handed out for %d", id, times, seen)
+		return fmt.Errorf("exchange: buffer %d is released %d times, but %d of its tensors are handed out", id, times, seen)
 	}
 	e.seen -= times
 	return b.collect(id, e)
@@ -133,7 +133,7 @@ func (b *Buffers) add(e buffer) uint64 {
 }
 
 // hand notes that the application is about to see the buffers of a request: from now on it owes a Release for each
-// time. One Release when the application has dropped a buffer would not do: another of its threads may have been
+// tensor. One Release when the application has dropped a buffer would not do: another of its threads may have been
 // handed the same buffer and not have looked yet.
 func (b *Buffers) hand(push []Received) {
 	b.mu.Lock()

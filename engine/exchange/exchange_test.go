@@ -144,7 +144,7 @@ func TestGrownBufferStays(t *testing.T) {
 	require.NoError(t, p.buffers.Release(old.Buffer, 1))
 	require.Equal(t, byte(1), old.Span.Bytes()[4095], "still mapped")
 	require.Error(t, p.buffers.Release(old.Buffer, 0))
-	require.ErrorContains(t, p.buffers.Release(old.Buffer, 2), "for 2 times, but it is handed out for 1")
+	require.ErrorContains(t, p.buffers.Release(old.Buffer, 2), "is released 2 times, but 1 of its tensors are handed out")
 	require.NoError(t, p.buffers.Release(old.Buffer, 1))
 	require.Equal(t, 1, p.buffers.Len())
 	require.Error(t, p.buffers.Release(old.Buffer, 1))

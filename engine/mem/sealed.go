@@ -12,7 +12,7 @@ const Seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
 
 // NewSealed maps size bytes of zeros that can be passed to a peer by their
 // descriptor; /proc shows the name. The seals are set when the memory is mapped:
-// F_SEAL_FUTURE_WRITE leaves this mapping alone writable.
+// F_SEAL_FUTURE_WRITE leaves this mapping alone writable. The pages are there at once where the kernel is strict.
 func NewSealed(name string, size, seals int) (b []byte, fd int, err error) {
 	fd, err = unix.MemfdCreate(name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING|unix.MFD_NOEXEC_SEAL)
 	if err == unix.EINVAL { // Linux before 6.3

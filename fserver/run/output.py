@@ -190,7 +190,7 @@ def _takes(fd: int) -> bool:
 def write(fd: int, data: bytes, late: Callable[[], bool] = lambda: False) -> None:
     """Writes all of data, also to a descriptor that somebody made non-blocking. Data that cannot be
     written, as to a full disk or a terminal that is gone, is dropped: the run goes on. So is
-    data that nobody takes when it is late.
+    data that nobody takes, once ``late`` says that it is too late.
 
     Raises:
         BrokenPipeError: nobody reads it any more.

@@ -11,8 +11,8 @@
   others ended. A traceback that a lost peer or the signal explains, or that is the same as
   that of the cause, is not printed: its last line is in the list of the others.
 - Where nobody reads the output any more, as after `| head`, all are killed; but what has begun to
-  end ends as it would, without output. Where a reader does not take it, all waits for that until a
-  signal comes, and after it for the grace.
+  end ends as it would, without output. Where the reader is slow, everything waits for it.
+  After a signal that is for the grace at most, and then the output is dropped.
 - SIGINT, SIGTERM and SIGHUP are passed on to workers and servers, and SIGKILL
   follows when the grace is over, or at once with a second signal. The status is
   128 + n, or 0 if all of them took the signal for a request to end well.

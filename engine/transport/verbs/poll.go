@@ -143,11 +143,11 @@ func (f *Fabric) lose() {
 // endAll ends all Conns: nothing is completed any more.
 func (f *Fabric) endAll(why rdma.EventType) {
 	err := errors.New(why.String())
-	if f.back != nil {
-		f.back.fail(err)
-	}
 	for _, c := range f.byQP {
 		c.end(err)
+	}
+	if f.back != nil { // the frames that wait for a read are not given
+		f.back.fail(err)
 	}
 }
 
