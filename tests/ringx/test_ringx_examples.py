@@ -255,6 +255,8 @@ def refusal(
 @pytest.mark.parametrize(
     ("options", "size", "error"),
     [
+        ("--steps 0", 1, "--steps 0: want 1 or more"),
+        ("--batch 0", 1, "--batch 0: want 1 or more"),
         ("--algorithm X1", 1, "algorithm X1 with causal=True: its mask is full"),
         ("--tensor-parallel 4", 4, "--tensor-parallel 4: the model has heads=4, kv_heads=2"),
         ("--context-parallel 3", 4, "--context-parallel 3 and --tensor-parallel 1 with 4 ranks"),

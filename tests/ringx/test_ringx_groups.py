@@ -32,6 +32,9 @@ def sharded(me: Rank, layout: str, length: int, mesh: bool) -> bool:
     where = positions(length, layout, group=group)
     same &= torch.equal(part, whole[:, where])
     joined = unshard(part.requires_grad_(), layout, group=group)
+    same &= torch.equal(joined, whole) and not joined.requires_grad
+    parts = [shard(whole, layout, rank, 2).requires_grad_() for rank in range(2)]
+    joined = unshard(parts, layout)
     return same and torch.equal(joined, whole) and not joined.requires_grad
 
 

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net/netip"
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -226,6 +227,19 @@ func TestChangedGID(t *testing.T) {
 	a, _ = w.pair()
 	require.Equal(t, "fd00:77::1", w.f[0].at.gid().String())
 	w.echo(a)
+}
+
+// TestUnreadableGID: an entry that cannot be read, as one of another namespace on old kernels, hides no other. None that
+// can be read is an error.
+func TestUnreadableGID(t *testing.T) {
+	w := newTwo(t)
+	fakeverbs.Fail("ibv_query_gid_ex", syscall.ENODEV, 0, 2)
+	w.reopen(Options{})
+	a, _ := w.pair()
+	w.echo(a)
+	fakeverbs.Fail("ibv_query_gid_ex", syscall.ENODEV, 0, 1000)
+	_, err := Open(Options{Library: library2(t), Device: "fake0"})
+	require.ErrorContains(t, err, "read the GID table of port 1 of fake0: no such device")
 }
 
 // TestInfiniBand joins ports of one subnet by LID, and those of two, or that require it, by GID.
