@@ -84,6 +84,18 @@ int32_t read_rank(PyObject *o, Arg arg, Py_ssize_t i) {
   return static_cast<int32_t>(v);
 }
 
+bool read_flag(PyObject *o, Arg arg) {
+  if (PyBool_Check(o))
+    return o == Py_True;
+  if (PyIndex_Check(o)) { // those of numpy and torch, too
+    const uint64_t v = read_u64(o, arg);
+    if (v <= 1)
+      return v != 0;
+  }
+  raise(Kind::kConfig, "%s: %s is %s, want True or False", arg.call, arg.name,
+        Repr(o).text);
+}
+
 int64_t read_ms(PyObject *o, Arg arg) {
   double ms = PyFloat_AsDouble(o);
   if (PyErr_Occurred()) {

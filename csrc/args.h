@@ -110,6 +110,9 @@ uint64_t read_u64(PyObject *o, Arg arg, Py_ssize_t i = -1);
 
 int32_t read_rank(PyObject *o, Arg arg, Py_ssize_t i);
 
+// True, False, 1 or 0.
+bool read_flag(PyObject *o, Arg arg);
+
 // Milliseconds, an int or a float, 0 or more, as nanoseconds.
 int64_t read_ms(PyObject *o, Arg arg);
 

@@ -133,10 +133,10 @@ void define_node(py::module_ &m) {
       .def("connect", &Node::connect)
       .def(
           "barrier",
-          [](Node &n, bool include_server, bool include_client,
-             bool instance_barrier, py::handle timeout_ms) {
-            n.barrier(include_server, include_client, instance_barrier,
-                      timeout_ms.ptr());
+          [](Node &n, py::handle include_server, py::handle include_client,
+             py::handle instance_barrier, py::handle timeout_ms) {
+            n.barrier(include_server.ptr(), include_client.ptr(),
+                      instance_barrier.ptr(), timeout_ms.ptr());
           },
           py::arg("include_server"), py::arg("include_client"),
           py::arg("instance_barrier") = true,

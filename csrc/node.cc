@@ -62,12 +62,17 @@ void Node::connect() {
   connected_ = true;
 }
 
-void Node::barrier(bool include_server, bool include_client,
-                   bool instance_barrier, PyObject *timeout_ms) {
+void Node::barrier(PyObject *include_server, PyObject *include_client,
+                   PyObject *instance_barrier, PyObject *timeout_ms) {
   enter_connected("barrier");
-  uint32_t flags = (include_server ? FS_BARRIER_SERVERS : 0) |
-                   (include_client ? FS_BARRIER_WORKERS : 0) |
-                   (instance_barrier ? 0 : FS_BARRIER_GROUPS);
+  const auto flag = [](PyObject *o, const char *name, uint32_t bit) {
+    return read_flag(o, {"barrier", name}) ? bit : 0;
+  };
+  const uint32_t flags =
+      (flag(include_server, "include_server", FS_BARRIER_SERVERS) |
+       flag(include_client, "include_client", FS_BARRIER_WORKERS) |
+       flag(instance_barrier, "instance_barrier", FS_BARRIER_GROUPS)) ^
+      FS_BARRIER_GROUPS; // the flag says the opposite
   int64_t timeout = 0;
   if (timeout_ms != Py_None)
     timeout =

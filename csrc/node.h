@@ -26,8 +26,8 @@ public:
   Node &operator=(const Node &) = delete;
 
   void connect(); // waits until the cluster is complete
-  void barrier(bool include_server, bool include_client, bool instance_barrier,
-               PyObject *timeout_ms);
+  void barrier(PyObject *include_server, PyObject *include_client,
+               PyObject *instance_barrier, PyObject *timeout_ms);
   void stop();
   void close() { shut(); }
   std::string describe();

@@ -8,7 +8,8 @@ from collections.abc import Set
 from typing import Any
 
 from fserver import _loader
-from fserver.node import merged
+from fserver.errors import ConfigError
+from fserver.settings import check_names, merged
 
 WIDTH = 100
 
@@ -38,6 +39,10 @@ def main(argv: list[str]) -> int:
         if "=" not in argument:
             parser.error("an argument has no '=': want NAME=VALUE")  # not shown: maybe a secret
     arguments = dict(argument.split("=", 1) for argument in options.arguments)
+    try:
+        check_names(arguments)
+    except ConfigError as error:
+        parser.error(str(error))
     found = settings(merged(arguments), set(arguments))
     of = {s["name"]: s for s in found["settings"]}
     if of["DMLC_ROLE"]["origin"] == "default":

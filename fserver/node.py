@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fserver import _loader
 from fserver.errors import ConfigError, Error
 from fserver.link import Link, LinkMember, linked
+from fserver.settings import VARIABLES, check_names, merged, texts
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -18,74 +18,11 @@ if TYPE_CHECKING:
     from fserver import _C
     from fserver.channel.opener import Opener
 
-_PREFIXES = ("DMLC_", "STEPMESH_", "STEPAF_", "BYTEPS_", "PS_", "FSERVER_")
-
-_VARIABLES = {
-    "workers": "DMLC_NUM_WORKER",
-    "servers": "DMLC_NUM_SERVER",
-    "group_size": "DMLC_GROUP_SIZE",
-    "node_rank": "DMLC_NODE_RANK",
-    "gpu": "STEPMESH_GPU",
-    "rank_offset": "DMLC_RANK_OFFSET",
-    "instance": "DMLC_INSTANCE_ID",
-    "host": "DMLC_NODE_HOST",
-    "interface": "DMLC_INTERFACE",
-    "port": "DMLC_PORT",
-    "transport": "FSERVER_TRANSPORT",
-    "progress": "FSERVER_PROGRESS",
-    "backend": "STEPMESH_BACKEND",
-    "host_scheduler": "FSERVER_HOST_SCHEDULER",
-    "cluster": "FSERVER_CLUSTER",
-    "secret": "FSERVER_SECRET",
-    "tls": "FSERVER_TLS",
-    "init_timeout": "FSERVER_INIT_TIMEOUT",
-    "on_peer_lost": "FSERVER_ON_PEER_LOST",
-    "rejoin_timeout": "FSERVER_REJOIN_TIMEOUT",
-}
-
-
-def environment() -> dict[str, str]:
-    """Returns the settings in the environment of this process."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(_PREFIXES) and name != "FSERVER_ARCHIVE"  # which is for the build
-    }
-
-
-def inherited() -> dict[str, str]:
-    """Returns what a node takes from the environment: ``environment()``, which GPUs CUDA shows, and
-    the names of all other variables, without values, so that the engine sees misspelt ones.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    others = {name: "" for name in os.environ if name.isascii() and not name.startswith(_PREFIXES)}
-    return {**others, **environment(), **({"CUDA_VISIBLE_DEVICES": visible} if visible else {})}
-
-
-# A setting of the environment that gives way to an argument for one of the others.
-_GIVES_WAY = {
-    "DMLC_NODE_HOST": ("DMLC_INTERFACE",),
-    "DMLC_INTERFACE": ("DMLC_NODE_HOST",),
-    "DMLC_LOCAL": ("DMLC_PS_ROOT_URI", "DMLC_NODE_HOST", "DMLC_INTERFACE"),
-}
-_LOCAL = ("127.", "::1", "localhost")
-
-
-def merged(arguments: Mapping[str, str]) -> dict[str, str]:
-    """Returns what a node takes from arguments and from the environment. Arguments take precedence,
-    also over another setting of the environment that would leave them without effect."""
-    values = {**inherited(), **arguments}
-    for name, others in _GIVES_WAY.items():
-        given = [arguments[other] for other in others if arguments.get(other)]
-        if name == "DMLC_LOCAL":  # which agrees with these
-            given = [at for at in given if at != "lo" and not at.lower().startswith(_LOCAL)]
-        if given and name not in arguments:
-            values[name] = ""
-    return values
-
 
 def split_address(scheduler: str) -> tuple[str, str]:
     """Returns host and port of ``"host:port"``."""
+    if not isinstance(scheduler, str):
+        raise ConfigError(f'scheduler is {scheduler!r:.80}, want "host:port"')
     host, colon, port = scheduler.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -96,10 +33,6 @@ def split_address(scheduler: str) -> tuple[str, str]:
             f'scheduler is {scheduler!r}, want "host:port", with an IPv6 address "[::1]:7000"'
         )
     return host, port
-
-
-def _text(value: Any) -> str:
-    return str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def _torch_has_gpus() -> bool:
@@ -153,7 +86,8 @@ class Node:
             may see a request twice, but only across a restart.
         rejoin_timeout: limit of ``"wait"``, in seconds from the loss (default 60). A scheduler
             whose members are all lost stays for as long.
-        settings: other settings, by their names in the environment.
+        settings: other settings, by their names in the environment. A value of None is as if the
+            name were not there.
         connect: True: return when the cluster is complete. False: return at once; call
             ``connect()``.
 
@@ -198,9 +132,10 @@ class Node:
         settings: Mapping[str, Any] | None = None,
         connect: bool = True,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name in _VARIABLES}
-        arguments = {name: _text(value) for name, value in (settings or {}).items()}
-        arguments |= {_VARIABLES[name]: _text(v) for name, v in given.items() if v is not None}
+        given = {name: value for name, value in locals().items() if name in VARIABLES}
+        arguments = {} if settings is None else texts(settings)
+        check_names(arguments)
+        arguments |= texts({VARIABLES[name]: value for name, value in given.items()})
         if scheduler is not None:
             at, root_port = split_address(scheduler)
             arguments |= {"DMLC_PS_ROOT_URI": at, "DMLC_PS_ROOT_PORT": root_port}
@@ -456,3 +391,14 @@ class Scheduler(Node):
     def scheduler(self) -> str:
         """The scheduler's ``"host:port"`` for the other nodes, also if the port was 0."""
         return self.address
+
+    def stop(self) -> None:
+        """Waits until every other node has left the cluster or is lost, and closes this one.
+
+        The others need the scheduler until then, so there is no time limit: ``close`` ends the
+        wait, from another thread. Does nothing if the node is closed.
+
+        Raises:
+            PeerLostError: another node was lost instead of leaving. This one is closed.
+        """
+        super().stop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fserver.errors import ClosedError, ConfigError, Error
+from fserver.errors import ClosedError, ConfigError
 from fserver.node import Node, Scheduler, split_address
 
 if TYPE_CHECKING:
@@ -81,17 +81,16 @@ class Server(Node):
     def stop(self) -> None:
         """Leaves the cluster together with all other nodes, and closes this one and its scheduler.
 
-        As ``Node.stop`` otherwise.
+        As ``Node.stop`` otherwise. With an exception of that, the scheduler is closed, too.
         """
         try:
             super().stop()
-        except BaseException as error:
-            if self._hosted is not None and not isinstance(error, Error):
-                self._hosted.close()  # a KeyboardInterrupt is not to wait for the others again
+        except BaseException:
+            if self._hosted is not None:  # it would wait for the others without a limit
+                self._hosted.close()
             raise
-        finally:
-            if self._hosted is not None:
-                self._hosted.stop()
+        if self._hosted is not None:
+            self._hosted.stop()
 
     def close(self) -> None:
         """Closes this node, and the scheduler that it hosts, at once; as ``Node.close``."""

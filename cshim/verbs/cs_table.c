@@ -10,6 +10,7 @@
 #include <limits.h>
 #include <pthread.h>
 #include <string.h>
+#include <sys/utsname.h>
 
 struct cs_ib_table cs_ib;
 struct cs_mlx5_table cs_mlx5;
@@ -36,6 +37,16 @@ static void open_mlx5(void *library) {
         dlsym(library, "mlx5dv_modify_qp_lag_port"));
 }
 
+// Whether the kernel moves registered pages of a process that forks. Later ones give a copy to
+// the child, which ibv_fork_init would take away.
+static int moves_pages(void) {
+  struct utsname host;
+  int major = 0, minor = 0;
+  return uname(&host) == 0 &&
+         sscanf(host.release, "%d.%d", &major, &minor) == 2 &&
+         (major < 5 || (major == 5 && minor < 12));
+}
+
 static int open_library(const char *path, char *why, size_t room) {
   struct cs_ib_table table;
   if (strlen(path) >= sizeof opened) {
@@ -58,8 +69,9 @@ static int open_library(const char *path, char *why, size_t room) {
   CS_IB_TABLE(FIND)
 #undef FIND
   int (*fork_init)(void) = NULL;
-  set(&fork_init, dlsym(library, "ibv_fork_init"));
-  if (fork_init) /* before 5.12 the kernel moves registered pages of a process that forks */
+  if (moves_pages())
+    set(&fork_init, dlsym(library, "ibv_fork_init"));
+  if (fork_init)
     fork_init(); /* fails where another user of the library came first */
   cs_ib = table;
   set(&cs_dma_buf.reg_mr, dlsym(library, "ibv_reg_dmabuf_mr"));

@@ -385,7 +385,8 @@ int fs_channel_carry(fs_node node, fs_channel channel, const fs_carried *what);
 int fs_gpu_direct(fs_node node, int *direct);
 
 // Tells a peer bytes of text about this side; more of it when the peer has read that. A
-// server refuses what a worker sends on a channel before it has told the server.
+// server refuses what comes on a channel before it has heard of the worker's side: a worker
+// sends when it has read what the server tells of its own.
 int fs_channel_tell(fs_node node, fs_channel channel, uint32_t peer,
                     const char *text, size_t bytes);
 

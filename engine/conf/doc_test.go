@@ -48,6 +48,7 @@ also over another setting there that would leave it without effect.
 - An unknown name that starts with ` + "`DMLC_`, `STEPMESH_` or `FSERVER_`" + ` causes one warning, with the nearest known name. For
   ` + "`PS_`, `BYTEPS_` and `STEPAF_`" + ` this is so if the name is at most two letters from a known one, and for a prefix with one
   wrong letter (` + "`FSEVER_SECRET`" + `) if the rest is right.
+- A name in ` + "`settings`" + ` that is misspelt is an error, and a value of None there is as if the name were not given.
 - A setting that "takes effect with" something is always checked, and otherwise changes nothing.
 `)
 	section := ""

@@ -91,7 +91,6 @@ func (a *Asking) Send() (bool, error) {
 		return false, err
 	}
 	t.Through(a.on)
-	t.lands = a.own
 	if err := a.fill(t); err != nil {
 		a.w.discard(t)
 		return false, err

@@ -113,6 +113,27 @@ func TestChannelRequests(t *testing.T) {
 	require.Len(t, s.requests.free, len(s.requests.all))
 }
 
+// TestSends: the news that a channel is closed waits for what is still to be sent through it.
+func TestSends(t *testing.T) {
+	p := newPair(t, 1)
+	at := p.servers[0].Attach("a")
+	require.False(t, p.w.Sends(0, "a"))
+	p.to[0].room = 0
+	_, _ = p.through("a", 1, 100, 1)
+	require.NoError(t, p.settle())
+	require.True(t, p.w.Sends(0, "a"))
+	require.False(t, p.w.Sends(0, "b"))
+	p.to[0].room = 1000
+	require.NoError(t, p.settle())
+	require.False(t, p.w.Sends(0, "a"))
+	require.True(t, at.Full())
+	p.to[0].room = 0
+	on, _ := p.through("a", 2, 100, 1)
+	p.w.ChannelOver(0, "a") // both have closed it: nobody takes that
+	require.False(t, p.w.Sends(0, "a"))
+	require.True(t, IsOver(p.w.Result(on)))
+}
+
 // TestLostOnChannel: a request that was delivered on a channel, and whose worker is lost, goes with the channel.
 func TestLostOnChannel(t *testing.T) {
 	p := newPair(t, 1)

@@ -111,12 +111,12 @@ func (w *Worker) ChannelOver(i int, channel string) {
 	w.advance(w.servers[i])
 }
 
-// Lands reports whether something is still to be written to memory of a channel at server i.
-func (w *Worker) Lands(i int, channel string) bool {
+// Sends reports whether something is still to be sent to server i through a channel.
+func (w *Worker) Sends(i int, channel string) bool {
 	s := w.servers[i]
 	q := &s.queues[ofChannels]
 	for j := range q.len() {
-		if t := q.at(j); s.conn != nil && t.lands && t.on == channel && (t.err == nil || t == s.ticket) {
+		if t := q.at(j); s.conn != nil && t.on == channel && (t.err == nil || t == s.ticket) {
 			return true
 		}
 	}

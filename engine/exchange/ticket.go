@@ -50,7 +50,6 @@ type Ticket struct {
 	err   error
 	turn  uint64 // of a push_pull: its place among all of its worker
 	torn  bool   // see Regroup
-	lands bool   // what is pushed is received in memory of its channel, which ends with that
 
 	stream uint64 // what is pushed is not read before what was queued there has run,
 	behind bool   // if this says so: then
@@ -324,7 +323,7 @@ func (tb *Table) release(t *Ticket) {
 	}
 	t.behind = false
 	t.push, t.pull, t.spans, t.dims, t.legs = t.push[:0], t.pull[:0], t.spans[:0], t.dims[:0], t.legs[:0]
-	t.plan, t.on, t.only, t.err, t.request, t.open, t.torn, t.lands, t.renewing = nil, "", nowhere, nil, nil, 0, false, false, false
+	t.plan, t.on, t.only, t.err, t.request, t.open, t.torn, t.renewing = nil, "", nowhere, nil, nil, 0, false, false
 	t.regs, t.rings = t.regs[:0], 0
 	t.fails, t.why = false, ""
 	tb.mu.Lock()

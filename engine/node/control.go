@@ -135,13 +135,13 @@ func (n *Node) sendFrame(l *link, frame []byte) {
 }
 
 // mayPost reports whether a frame of a channel can go. It waits for the server's answer to the Up. One that closes a
-// channel also waits for what the worker is about to write to the channel's memory.
+// channel also waits for what the worker is about to send through it: the next channel of that name gets none of it.
 func (n *Node) mayPost(l *link, frame []byte) bool {
 	if !l.peer.Heard() || n.worker == nil {
 		return l.peer.Heard()
 	}
 	c, err := wire.Parse[wire.Channel](frame, wire.TypeChannel)
-	return err != nil || !c.Closes || !n.worker.Lands(l.peer.index, c.Name)
+	return err != nil || !c.Closes || !n.worker.Sends(l.peer.index, c.Name)
 }
 
 // unstick posts what sendFrame could not.

@@ -303,8 +303,8 @@ func (e *ErrUnavailable) Error() string {
 	return s
 }
 
-// DeviceError is the error of a call because the device of the Fabric has failed. The whole Fabric is unusable, as Poll
-// will say.
+// DeviceError is the error of a call because the device of the Fabric has failed. The whole Fabric is unusable: its Conns end,
+// and no call makes another.
 type DeviceError struct{ Err error }
 
 func (e *DeviceError) Error() string { return e.Err.Error() }

@@ -22,6 +22,8 @@ from transformer import Attend, Config, Example, Transformer
 from fserver import ConfigError
 from fserver.ringx import layout_of, positions, ringx_attention, shard
 
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
 
 @dataclass
 class Trained:
@@ -115,7 +117,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that training and prediction share."""
     add = parser.add_argument
     add("--algorithm", default="auto", help="the algorithm of ringx_attention (default auto)")
-    add("--dtype", help="dtype (default float64; bfloat16 for large configurations)")
+    add(
+        "--dtype", choices=DTYPES, help="dtype (default float64; bfloat16 for large configurations)"
+    )
     add(
         "--context-parallel", type=int, metavar="N",
         help="ranks that share a sequence (default: all ranks, divided by the tensor ranks)",
@@ -243,6 +247,11 @@ def main(example: Example, epilog: str | None = None) -> None:
         if n < 1:
             parser.error(f"--{field} {n}: want 1 or more")
     config = dataclasses.replace(config, **given)
+    if options.ranks is not None and options.ranks < 1:
+        parser.error(f"--ranks {options.ranks}: want 1 or more")
+    for rate in ("tflops", "gbs"):
+        if not 0 < getattr(options, rate) < math.inf:
+            parser.error(f"--{rate} {getattr(options, rate):g}: want a number above 0")
     if options.plot and config.large:
         parser.error("--plot: the losses of large configurations are not compared")
     size = options.ranks or int(os.environ.get("WORLD_SIZE", 1))
@@ -256,11 +265,15 @@ def main(example: Example, epilog: str | None = None) -> None:
             f"--batch {config.batch} with {data} data ranks ({size} ranks, of which "
             f"{counts['cp']} x {counts['tp']} share a sample): want a multiple of {data}"
         )
-    if options.save and not Path(options.save).absolute().parent.is_dir():
-        parser.error(f"--save {options.save}: its folder does not exist (make it first)")
-    if config.large and int(os.environ.get("RANK", 0)) == 0:
+    for name in ("save", "plot"):
+        path = getattr(options, name)
+        if path and not Path(path).absolute().parent.is_dir():
+            parser.error(f"--{name} {path}: its folder does not exist (make it first)")
+    if (config.large or options.ranks) and int(os.environ.get("RANK", 0)) == 0:
         estimate(example, config, options, counts)
-    if options.ranks or (config.large and not torch.cuda.is_available()):
+    if options.ranks:
+        return
+    if config.large and not torch.cuda.is_available():
         print("not run: training needs GPUs, and torchrun with one process for each GPU")
         return
     run(example, config, options, layout, counts)

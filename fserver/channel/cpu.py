@@ -4,8 +4,9 @@ the worker is a push_pull on the channel, and a message of the server is its ans
 from __future__ import annotations
 
 import operator
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fserver.errors import ClosedError, ConfigError, ShapeError, TimeoutError
@@ -77,13 +78,26 @@ def check_rows(rows: Sequence[int] | None, tensors: Sequence[Tensor]) -> list[in
 
 
 class Caller:
-    """How the user of a side calls it. This user may change the tensors as soon as a call returns,
-    and the calls wait for a limited time."""
+    """How the user of a side calls it: one thread at a time. This user may change the tensors as
+    soon as a call returns, and the calls wait for a limited time."""
 
     def __init__(self, timeout_ms: float) -> None:
         self._timeout = timeout_ms
         self._end = 0.0
         self._call = ""
+        self.busy = threading.RLock()  # held by a call, also while a signal handler calls again
+
+    def alone(self, call: str, do: Callable[..., None], *args: Any) -> None:
+        """Runs what a call does, unless another thread is in one."""
+        if not self.busy.acquire(blocking=False):
+            raise ConfigError(
+                f"{call}: another thread is in a call of this channel (open a channel for each "
+                "thread, or make one call at a time)"
+            )
+        try:
+            do(*args)
+        finally:
+            self.busy.release()
 
     def staged(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns the buffers from which the tensors are sent."""
@@ -192,6 +206,9 @@ class WorkerSide(Side):
                 closed = True  # what it sent before may still be on its way
 
     def send(self, rows: Sequence[int] | None = None) -> None:
+        self._caller.alone("send", self._send, rows)
+
+    def _send(self, rows: Sequence[int] | None) -> None:
         counts = check_rows(rows, self._push)
         self._wait("send")
         for t, staged, n in zip(self._push, self._staged, counts, strict=True):
@@ -206,12 +223,17 @@ class WorkerSide(Side):
         )
 
     def recv(self) -> None:
+        self._caller.alone("recv", self._recv)
+
+    def _recv(self) -> None:
         if not self._push and self._handler is None:  # the server may write now
             self._post([])
         self._wait("recv")
 
     def close(self) -> None:
-        self._handler = None
+        """Waits for a call in another thread, which the end of the channel ends."""
+        with self._caller.busy:
+            self._handler = None
 
 
 class ServerSide(Side):
@@ -282,15 +304,23 @@ class ServerSide(Side):
         self._handlers = []
 
     def recv(self) -> None:
+        self._caller.alone("recv", self._recv)
+
+    def _recv(self) -> None:
         self.accept()
         if not self._outgoing:
             self.answer([])
 
     def send(self, rows: Sequence[int] | None = None) -> None:
+        self._caller.alone("send", self._send, rows)
+
+    def _send(self, rows: Sequence[int] | None) -> None:
         counts = check_rows(rows, self._outgoing)
         if not any(self._into):
             self._take("send")
         self.answer(counts)
 
     def close(self) -> None:
-        self._handlers = []
+        """Waits for a call in another thread, which the end of the channel ends."""
+        with self._caller.busy:
+            self._handlers = []

@@ -6,8 +6,8 @@ import json
 import sys
 
 from fserver import _loader
-from fserver.node import inherited
 from fserver.run import address
+from fserver.settings import inherited
 
 from . import cluster, host, listen, names, peer, protocol
 from .report import Report, say

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fserver import env
-from fserver.node import environment
+from fserver.settings import environment
 
 from . import names
 from .report import Check, Report, refused
@@ -13,6 +13,16 @@ from .report import Check, Report, refused
 TITLE = "Cluster"
 HOSTED = "FSERVER_HOST_SCHEDULER"
 AUTO = "set FSERVER_TRANSPORT=auto"
+# What holds for all processes of a host, and describes no cluster.
+OF_A_HOST = (
+    "DMLC_ENABLE_RDMA",
+    "DMLC_ENABLE_UCX",
+    "DMLC_INTERFACE",
+    "DMLC_LOCAL",
+    "DMLC_NODE_HOST",
+    "DMLC_PORT",
+    "DMLC_PS_VAN_TYPE",
+)
 NONE = Check(
     "settings",
     "info",
@@ -27,7 +37,10 @@ def check(report: Report, values: dict[str, str], host: dict[str, Any]) -> None:
     If the environment describes no cluster, no setting is missing, and only the settings that are
     set are tested.
     """
-    described = any(name.startswith("DMLC_") or name == HOSTED for name in environment())
+    described = any(
+        (name.startswith("DMLC_") and name not in OF_A_HOST) or name == HOSTED
+        for name in environment()
+    )
     found = env.settings(values)
     for warning in found["warnings"]:
         report.add(TITLE, Check("settings", "note", warning))

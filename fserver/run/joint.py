@@ -7,7 +7,7 @@ from typing import NoReturn
 from fserver.command import command
 from fserver.env import settings
 from fserver.errors import ConfigError
-from fserver.node import inherited
+from fserver.settings import inherited
 
 
 def become_launcher() -> NoReturn:

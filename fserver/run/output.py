@@ -15,6 +15,7 @@ import re
 import select
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable
 
 from . import tracebacks
@@ -44,6 +45,7 @@ class Screen:
         self._unread, self._late = unread, late
         self.tty = {fd: os.isatty(fd) for fd in (1, 2)}
         self._bar = False  # a progress bar stands in the last line
+        self._waiting: deque[tuple[int, bytes]] = deque()
         self._raised: dict[str, float] = {}  # when an exception was printed last
 
     def stream(self, fd: int, name: str, number: int, holds: bool = False) -> "Stream":
@@ -71,11 +73,19 @@ class Screen:
             self._write(fd, ERASE + text)
 
     def _write(self, fd: int, data: bytes) -> None:
+        self._waiting.append((fd, data))
+        if len(self._waiting) > 1:  # a signal has come while a write waits, which is in a line
+            return
         try:
-            write(fd, data, self._late)
-        except BrokenPipeError:
-            if not self._unread():
-                raise
+            while self._waiting:
+                try:
+                    write(*self._waiting[0], self._late)
+                except BrokenPipeError:
+                    if not self._unread():
+                        raise
+                self._waiting.popleft()
+        finally:
+            self._waiting.clear()
 
     def printed(self, exception: str) -> None:
         """A traceback that ends with this exception has been printed."""

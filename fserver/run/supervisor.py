@@ -37,6 +37,7 @@ from .roles import Process
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SETTLE = 1.0  # seconds in which failures count as one
+LONGEST = 86400.0  # seconds of one wait: a selector takes no more than a month
 LAST_WORDS = 1.0  # seconds that output is read for when every process has ended
 
 
@@ -60,7 +61,8 @@ class Supervisor:
         with self._signals():
             try:
                 for number, process in enumerate(self._processes):
-                    self._start(process, number)
+                    if not self._start(process, number):
+                        return 1
                 while any(c.status is None for c in self._children):
                     self._read(self._patience())
                     for child in self._children:
@@ -84,11 +86,20 @@ class Supervisor:
                 with contextlib.suppress(BrokenPipeError):
                     self._screen.close()
 
-    def _start(self, process: Process, number: int) -> None:
-        child = Child(process, self._screen, number)
+    def _start(self, process: Process, number: int) -> bool:
+        try:
+            child = Child(process, self._screen, number)
+        except OSError as error:
+            self._screen.say(
+                f"cannot start {process.name}, process {number + 1} of {len(self._processes)}: "
+                f"{error.strerror} (start fewer on this host, or raise the limit of open files, "
+                "ulimit -n, three for each, or of processes, ulimit -u)"
+            )
+            return False
         self._children.append(child)
         for fd, pipe in child.outputs.items():
             self._selector.register(pipe, selectors.EVENT_READ, child.streams[fd])
+        return True
 
     # -- events
 
@@ -117,7 +128,7 @@ class Supervisor:
         times = [t for t in (self._settle_at, self._end_at, self._kill_at) if t is not None]
         if not self._ending:
             times += [t + HOLD for c in self._children if (t := c.error.held_since) is not None]
-        return max(min(times) - time.monotonic(), 0) if times else None
+        return min(max(min(times) - time.monotonic(), 0), LONGEST) if times else None
 
     def _streams(self) -> list[Stream]:
         return [key.data for key in self._selector.get_map().values() if key.data]
@@ -243,8 +254,8 @@ class Supervisor:
                 self._screen.say(f"ending {names}")
                 self._tell(left)
         roles = {c.process.role for c in left}
-        if self._signal is not None and roles == {"scheduler"}:
-            self._tell([c for c in left if not c.told])
+        if self._signal is not None and roles == {"scheduler"} and not left[0].told:
+            self._tell(left)
         told = self._killed or self._kill_at is not None
         if told or self._several_hosts or not left or "worker" in roles:
             return

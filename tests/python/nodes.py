@@ -22,7 +22,7 @@ import pytest
 import fserver
 from fserver import _loader
 from fserver.bench import processes
-from fserver.node import environment
+from fserver.settings import environment
 
 LIMIT = 30.0
 """Seconds after which something that a test waits for will not come any more."""

@@ -15,7 +15,7 @@ from nodes import LIMIT, Cluster, open_cluster
 import fserver
 from fserver import _loader, env
 from fserver._stepmesh import StepmeshServer
-from fserver.node import merged
+from fserver.settings import merged
 
 X = torch.zeros(4, 6)
 
@@ -695,6 +695,11 @@ def test_an_argument_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch
         ("DMLC_LOCAL=1", {"DMLC_PS_ROOT_URI": "127.0.0.1"}, "DMLC_LOCAL=1"),
         ("DMLC_LOCAL=1", {"DMLC_PS_ROOT_URI": "10.0.0.2", "DMLC_LOCAL": "1"}, "DMLC_LOCAL=1"),
         ("DMLC_LOCAL=1", {"DMLC_NUM_WORKER": "2"}, "DMLC_LOCAL=1"),
+        ("FSERVER_SECRET=12345678", {"FSERVER_SECRET_FILE": "/x"}, "FSERVER_SECRET="),
+        ("FSERVER_SECRET=12345678", {"FSERVER_SECRET_FILE": ""}, "FSERVER_SECRET=12345678"),
+        ("FSERVER_TRANSPORT=tcp", {"DMLC_ENABLE_RDMA": "ibverbs"}, "FSERVER_TRANSPORT="),
+        ("FSERVER_TRANSPORT=tcp", {"DMLC_ENABLE_RDMA": "0"}, "FSERVER_TRANSPORT=tcp"),
+        ("DMLC_ENABLE_RDMA=ibverbs", {"FSERVER_TRANSPORT": "tcp"}, "FSERVER_TRANSPORT=tcp"),
     ],
 )
 def test_an_argument_has_effect(
@@ -703,7 +708,36 @@ def test_an_argument_has_effect(
     """Another setting of the environment does not take it away."""
     monkeypatch.setenv(*environment.split("="))
     name, _, value = effect.partition("=")
-    assert merged(arguments)[name] == value
+    assert merged(arguments).get(name, "") == value
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"transport": "tcp"}, "'transport'.*did you mean FSERVER_TRANSPORT"),
+        ({"fserver_transport": "tcp"}, "'fserver_transport'.*did you mean FSERVER_TRANSPORT"),
+        ({"FSERVER_TRANPORT": "tcp"}, "'FSERVER_TRANPORT'.*did you mean FSERVER_TRANSPORT"),
+        ({1: "tcp"}, "settings has the name 1: want text"),
+        (["FSERVER_LOG"], r"settings is \['FSERVER_LOG'\], want names and values"),
+        ("FSERVER_LOG=warn", "settings is 'FSERVER_LOG=warn', want names and values"),
+    ],
+)
+def test_settings_of_no_name(settings: Any, error: str) -> None:
+    with pytest.raises(fserver.ConfigError, match=error):
+        fserver.Scheduler(scheduler="127.0.0.1:0", settings=settings, connect=False)
+
+
+def test_settings_that_are_none_or_of_somebody_else() -> None:
+    others = {"PATH": "/bin", "http_proxy": "", "FSERVER_ARCHIVE": "x", "FSERVER_CLUSTER": None}
+    settings = {**others, "FSERVER_SECRET": None, "DMLC_PS_VAN_TYPE": "zmq"}
+    with fserver.Scheduler(scheduler="127.0.0.1:0", settings=settings, connect=False) as node:
+        assert node.address
+        node.close()
+
+
+def test_a_scheduler_that_is_no_text() -> None:
+    with pytest.raises(fserver.ConfigError, match=r"scheduler is \('127.0.0.1', 0\), want"):
+        fserver.Scheduler(scheduler=("127.0.0.1", 0), connect=False)  # type: ignore[arg-type]
 
 
 def test_a_host_goes_before_an_interface_of_the_environment(

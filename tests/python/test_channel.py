@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from channels import MS, WAYS, MakeCluster, both, freed, patient
-from nodes import LIMIT, Child, Cluster, Parent, in_thread, open_cluster, together
+from nodes import LIMIT, Child, Cluster, Parent, eventually, in_thread, open_cluster, together
 
 import fserver
 
@@ -401,6 +401,37 @@ def test_time_out(pair: Cluster) -> None:
     s.recv()
     s.send()
     w.recv()  # nothing was lost
+
+
+@pytest.mark.parametrize("way", ["worker", "server", "one way"])
+def test_two_threads(pair: Cluster, way: str) -> None:
+    """One is in a call. The other is refused, and may close the channel."""
+    w, s = both(pair, [torch.ones(2)], [] if way == "one way" else [torch.zeros(2)])
+    if way != "server":
+        w.send()
+    one, call = {
+        "worker": (w, w.recv),
+        "server": (s, s.recv),
+        "one way": (w, w.send),  # which waits until the first message is received
+    }[way]
+    waiting = in_thread(call)
+    eventually(lambda: in_a_call(one))
+    with pytest.raises(fserver.ConfigError, match="another thread is in a call of this channel"):
+        call()
+    one.close()
+    with pytest.raises(fserver.ClosedError):
+        waiting.result(1)  # close() has waited for it
+    w.close()
+    s.close()
+
+
+def in_a_call(channel: fserver.Channel) -> bool:
+    """Whether another thread is in a call of a channel of CPU tensors."""
+    busy = channel._side._caller.busy
+    if busy.acquire(blocking=False):
+        busy.release()
+        return False
+    return True
 
 
 def test_closed(pair: Cluster) -> None:

@@ -227,6 +227,16 @@ def split_model_says(folder, prompts, workers, servers, micro_batches, limits):
 PROMPTS = ["one", "a second text", "3", "the fourth is the longest", "5", "six", "seven"]
 
 
+@pytest.mark.parametrize("option", ["--micro-batches", "--max-new-tokens", "--threads"])
+def test_options_of_the_programs(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "argv", ["worker.py", "--model", "x", option, "0"])
+    with pytest.raises(SystemExit):
+        protocol.options()
+    assert f"argument {option}: '0': want a whole number, 1 or more" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("workers", "servers", "micro_batches", "prompts"),
     [(1, 1, 1, 1), (2, 1, 1, 2), (2, 1, 3, 7), (3, 2, 2, 7), (1, 3, 1, 2), (3, 1, 2, 1)],

@@ -354,7 +354,9 @@ def refusal(doctor: Doctor, name: str) -> dict:
     return check
 
 
-@pytest.mark.parametrize("settings", [{}, {"FSERVER_LOG": "error"}, {"FSERVER_SECRET": SECRET}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"FSERVER_LOG": "error"}, {"FSERVER_SECRET": SECRET}, {"DMLC_INTERFACE": "lo"}]
+)
 def test_no_cluster(
     doctor: Doctor, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]
 ) -> None:

@@ -97,18 +97,22 @@ def test_server_that_hosts_the_scheduler(child: MakeChild, way: str) -> None:
     server.end()
 
 
-def test_an_interrupt_is_not_waited_for_twice() -> None:
-    """Of a server that hosts the scheduler, while its worker stays."""
+@pytest.mark.parametrize("end", [KeyboardInterrupt, fserver.TimeoutError])
+def test_a_server_that_hosts_the_scheduler_stops_in_time(end: type[BaseException]) -> None:
+    """While its worker stays: the scheduler would wait for that one without a limit."""
     hosts: dict[str, Any] = {"scheduler": "127.0.0.1:0", "host_scheduler": True, **OPTIONS}
-    server = fserver.Server(**hosts, connect=False)
+    limit = {"FSERVER_STOP_TIMEOUT": 1 if end is fserver.TimeoutError else 30}
+    server = fserver.Server(**hosts, settings=limit, connect=False)
     ready = in_thread(server.connect)
     worker = fserver.Worker(scheduler=server.scheduler, **OPTIONS)
     ready.result(LIMIT)
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    if end is KeyboardInterrupt:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     begin = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(end):
         server.stop()
-    assert time.monotonic() - begin < 10  # the limit of each is 30 s
+    assert time.monotonic() - begin < 10
+    assert server._hosted is not None and server._hosted.closed
     server.close()
     worker.close()
 

@@ -191,3 +191,20 @@ def test_a_blocked_wait_ends_with_the_refusal(pair: Cluster) -> None:
     pair.server.fail(pair.server.get_batch(LIMIT * 1e3)[0][0], "no")
     with pytest.raises(fserver.RefusedError):
         waiting.result(LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "value"),
+    [
+        (("a", True), "include_server", "'a'"),
+        ((True, None), "include_client", "None"),
+        ((True, True, 5000), "instance_barrier", "5000"),
+        ((True, True, 1.0), "instance_barrier", "1.0"),
+    ],
+)
+def test_flags_of_a_barrier(cluster: MakeCluster, flags: Any, name: str, value: str) -> None:
+    node = cluster().worker
+    with pytest.raises(fserver.ConfigError, match=f"^barrier: {name} is {value}, want True or"):
+        node.barrier(*flags)
+    node.barrier(0, torch.tensor(True))
+    node.barrier(include_server=False, include_client=1)  # type: ignore[arg-type]

@@ -185,6 +185,15 @@ def test_a_command_that_cannot_be_started():
     assert "fserver run: cannot start /no/such/program: No such file or directory" in done.stderr
 
 
+def test_more_processes_than_descriptors():
+    command = f"ulimit -n 16; exec {sys.executable} -m fserver run --workers 9 -- sleep 60"
+    run = subprocess.run(
+        ["bash", "-c", command], env=environment(), capture_output=True, text=True, timeout=BOUND
+    )
+    assert run.returncode == 1 and "Traceback" not in run.stderr, run.stderr
+    assert "of 11: Too many open files (start fewer on this host" in run.stderr
+
+
 def test_servers_that_stay_are_ended_without_failure():
     with Run(("scheduler", 0, FOREVER), ("server", 0, FOREVER), ("worker", 0, ""), grace=0.3) as r:
         status, _, err, _ = r.end()

@@ -1,5 +1,6 @@
 """`fserver run`: what it prints when processes fail or are interrupted."""
 
+import contextlib
 import os
 import pty
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from test_run import BOUND, DRIVER, FOREVER, Run, environment, meet
 
-from fserver.run import tracebacks
+from fserver.run import output, tracebacks
 
 LOST = """
     from fserver.errors import PeerLostError
@@ -197,6 +198,37 @@ def test_ctrl_c_says_where_each_process_was():
         "killed, and at once with a second signal)",
         "fserver run: worker 0, worker 1 ended with KeyboardInterrupt (<string>, line 1)",
     ]
+
+
+def test_a_limit_of_years():
+    with Run(("server", 0, "import time; time.sleep(0.5)"), ("worker", 0, ""), grace=1e9) as run:
+        status, _, err, _ = run.end()
+    assert (status, err) == (0, "")
+
+
+def test_a_line_while_another_one_waits():
+    """A signal is heard while a write waits for a reader."""
+    read, to = os.pipe()
+    os.set_blocking(to, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(to, b"\n" * select.PIPE_BUF)
+    os.set_blocking(to, True)
+    taken = []
+
+    def late() -> bool:
+        if len(taken) == 0:
+            screen.lines(to, [b"said"])
+        taken.append(os.read(read, select.PIPE_BUF))
+        return False
+
+    screen = output.Screen(late=late)
+    screen.tty[to] = False
+    screen.lines(to, [b"y" * 3 * select.PIPE_BUF])
+    os.close(to)
+    with open(read, "rb") as rest:
+        lines = (b"".join(taken) + rest.read()).split(b"\n")
+    assert lines[-3:] == [b"y" * 3 * select.PIPE_BUF, b"said", b""]
 
 
 def test_a_signal_while_nobody_takes_the_output():

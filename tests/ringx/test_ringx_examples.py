@@ -257,6 +257,7 @@ def refusal(
     [
         ("--steps 0", 1, "--steps 0: want 1 or more"),
         ("--batch 0", 1, "--batch 0: want 1 or more"),
+        ("--ranks 0", 1, "--ranks 0: want 1 or more"),
         ("--algorithm X1", 1, "algorithm X1 with causal=True: its mask is full"),
         ("--tensor-parallel 4", 4, "--tensor-parallel 4: the model has heads=4, kv_heads=2"),
         ("--context-parallel 3", 4, "--context-parallel 3 and --tensor-parallel 1 with 4 ranks"),
@@ -265,6 +266,10 @@ def refusal(
         ("--context-parallel 1 --batch 3", 2, "--batch 3 with 2 data ranks"),
         ("--parallel-order cp-tp", 2, "argument --parallel-order: invalid choice"),
         ("--save nowhere/gpt.pt", 1, "--save nowhere/gpt.pt: its folder does not exist"),
+        ("--plot nowhere/gpt.png", 1, "--plot nowhere/gpt.png: its folder does not exist"),
+        ("--dtype fp16", 1, "argument --dtype: invalid choice: 'fp16'"),
+        ("--ranks 8 --batch 8 --tflops 0", 1, "--tflops 0: want a number above 0"),
+        ("--ranks 8 --batch 8 --gbs -1", 1, "--gbs -1: want a number above 0"),
     ],
 )
 def test_options_that_are_refused(
@@ -275,6 +280,16 @@ def test_options_that_are_refused(
     capsys: pytest.CaptureFixture[str],
 ):
     assert error in refusal(monkeypatch, capsys, "gpt.py", *options.split(), size=size)
+
+
+def test_an_estimate_of_a_small_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", ["gpt.py", "--ranks", "8"])
+    runpy.run_path(str(EXAMPLES / "gpt.py"), run_name="__main__")
+    text = capsys.readouterr().out
+    assert "world size 8 (8 context x 1 tensor x 1 data)" in text and "time of a step" in text
 
 
 def test_predictions_that_are_refused(

@@ -3,11 +3,13 @@ package rails_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"sync"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"fserver/engine/mem"
 	"fserver/engine/transport"
@@ -57,6 +59,30 @@ func TestFabricFails(t *testing.T) {
 			})
 		}
 	}
+}
+
+// TestDeviceIsGone: the first that says that a device is gone is the call that is to bring a member back. Nobody tries again.
+func TestDeviceIsGone(t *testing.T) {
+	var mu sync.Mutex
+	var told []error
+	d := apart(t, 2, 1, true, rails.Options{Pause: time.Millisecond, Failed: func(_ int, why error) {
+		mu.Lock()
+		defer mu.Unlock()
+		told = append(told, why)
+	}})
+	d.connect(2)
+	d.all[0].gone = fmt.Errorf("connect: %w", &transport.DeviceError{Err: unix.EIO}) // no goroutine dials now
+	d.bad["a0"].FailNext(errors.New("the Conn ends"))
+	d.traffic(50, func() {})
+	d.wait("it is known", func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		return len(told) == 1
+	})
+	require.ErrorIs(t, told[0], unix.EIO)
+	require.True(t, rails.LiveOver(d.a.c, 1))
+	d.traffic(20, func() {})
+	require.Equal(t, "connect: input/output error", d.a.c.Peer().Members[0].Why)
 }
 
 // frees ends a key, and waits until it has ended.

@@ -222,6 +222,7 @@ func (k *keeper) dial() (lost <-chan struct{}) {
 	ctx, cancel := context.WithTimeoutCause(c.ctx, f.o.Dial, fmt.Errorf("rails: connect to %s: no answer within %v", k.to, f.o.Dial))
 	in, err := f.members[k.ours].Connect(ctx, k.to)
 	cancel()
+	f.gone(k.ours, err)
 	f.locked(func() {
 		c.attempts--
 		defer c.after()

@@ -234,6 +234,7 @@ type spoiler struct {
 	alone int // acknowledgements that were no part of another frame
 	mute  int // Polls to come that give nothing
 
+	gone   error         // if set, what Connect gives
 	hold   chan struct{} // if set, Close waits for it in the end
 	shut   atomic.Bool   // Close waits
 	called atomic.Bool   // by who would wait for Close
@@ -249,6 +250,13 @@ func (s *spoiler) Arm() bool {
 func (s *spoiler) Deregister(k transport.Key) {
 	s.called.Store(s.called.Load() || s.shut.Load())
 	s.Fabric.Deregister(k)
+}
+
+func (s *spoiler) Connect(ctx context.Context, to transport.Addr) (transport.Conn, error) {
+	if s.gone != nil {
+		return nil, s.gone
+	}
+	return s.Fabric.Connect(ctx, to)
 }
 
 // fail makes the Fabric unusable.

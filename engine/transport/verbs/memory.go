@@ -190,10 +190,15 @@ func (f *Fabric) register(r mem.Region) (g region, err error) {
 		access = rdma.RelaxedOrdering
 		err = f.registerParts(&g, host)
 	}
+	return g, deviceError(err)
+}
+
+// deviceError marks an error with which the kernel says that the device is gone.
+func deviceError(err error) error {
 	if errors.Is(err, unix.EIO) || errors.Is(err, unix.ENODEV) {
-		err = &transport.DeviceError{Err: err}
+		return &transport.DeviceError{Err: err}
 	}
-	return g, err
+	return err
 }
 
 // Register implements transport.Fabric. It may take milliseconds. Memory of the GPU of Caps that the NIC does not take is

@@ -31,7 +31,7 @@ func (f *Fabric) Poll(ev []transport.Event) (int, error) {
 		return n, nil
 	}
 	if f.slept && !f.lost {
-		if _, err := f.cq.Quiet(); errors.Is(err, unix.EIO) || errors.Is(err, unix.ENODEV) {
+		if _, err := f.cq.Quiet(); errors.As(deviceError(err), new(*transport.DeviceError)) {
 			f.lose()
 		} else if err != nil {
 			return 0, err
@@ -161,7 +161,10 @@ func (f *Fabric) Arm() bool {
 	}
 	f.slept = true
 	missed := f.Missed.Swap(false)
-	err := f.cq.Arm()
+	err := error(nil)
+	if !f.lost { // then nothing wakes who sleeps
+		err = f.cq.Arm()
+	}
 	if err == nil {
 		err = f.collect() // what came before does not count
 	}

@@ -59,7 +59,7 @@ func (f *Fabric) adopt(s *link.Session) (transport.Conn, error) {
 	f.Owned(func() { c.at = f.at })
 	c.Open(s, c.end)
 	c.About.Why = f.direct.why
-	err := c.make()
+	err := deviceError(c.make())
 	if err == nil {
 		err = c.meet()
 	}
