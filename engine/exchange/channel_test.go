@@ -131,6 +131,8 @@ func TestSends(t *testing.T) {
 	on, _ := p.through("a", 2, 100, 1)
 	p.w.ChannelOver(0, "a") // both have closed it: nobody takes that
 	require.False(t, p.w.Sends(0, "a"))
+	p.to[0].room = 1000
+	require.NoError(t, p.settle())
 	require.True(t, IsOver(p.w.Result(on)))
 }
 
