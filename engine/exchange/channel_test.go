@@ -129,10 +129,10 @@ func TestSends(t *testing.T) {
 	require.True(t, at.Full())
 	p.to[0].room = 0
 	on, _ := p.through("a", 2, 100, 1)
+	require.NoError(t, p.settle())
+	require.True(t, p.w.Sends(0, "a"))
 	p.w.ChannelOver(0, "a") // both have closed it: nobody takes that
 	require.False(t, p.w.Sends(0, "a"))
-	p.to[0].room = 1000
-	require.NoError(t, p.settle())
 	require.True(t, IsOver(p.w.Result(on)))
 }
 

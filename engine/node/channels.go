@@ -204,6 +204,7 @@ func (n *Node) endChannel(ch *channel.Channel, why string) {
 		return
 	}
 	n.proxies.end(ch)
+	n.side.Drain() // what was sent through it goes first
 	for _, p := range n.peers {
 		if l := p.link; l != nil {
 			n.sendFrame(l, wire.Append(nil, wire.TypeChannel, &wire.Channel{Name: ch.Name(), Closes: true, Text: why}))
