@@ -279,8 +279,11 @@ void Lane::used(cs_stream s, bool captured) {
 
 bool Lane::settle() {
   return !used_ || unlocked([&] {
-    return !for_a_capture(captured_ ? finish_gpu(device_)
-                                    : cs_cu.StreamSynchronize(last_));
+    if (captured_)
+      return !for_a_capture(finish_gpu(device_));
+    // To wait for a stream that is captured would end its capture.
+    return !capturing(last_) &&
+           !for_a_capture(cs_cu.StreamSynchronize(last_));
   });
 }
 

@@ -123,6 +123,7 @@ func (s *Scheduler) comesBack(c *conn, g *wire.Register) (why string) {
 	if was.Epoch != g.Epoch || was.State == wire.Gone {
 		return takenForLost
 	}
+	s.uncall(seat)           // it calls again
 	was.State = wire.Present // if it still leaves, it says so again
 	c.ready = true
 	s.sit(c, &g.Member)
@@ -201,6 +202,13 @@ func (s *Scheduler) learn(r *wire.Roster) {
 			s.lose(m, lostBefore(m).Address, lostBefore(m).Reason)
 		} else {
 			s.announce(m)
+		}
+		switch {
+		case c == nil || c.rival == nil:
+		case m.State == wire.Gone:
+			s.inherit(c)
+		default:
+			s.taken(c)
 		}
 	}
 }

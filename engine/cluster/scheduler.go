@@ -230,6 +230,10 @@ func (s *Scheduler) deadline(c *conn) int64 {
 
 // tick does what is due.
 func (s *Scheduler) tick() {
+	if s.now >= s.expectBy { // first: who waits until then gets a seat that this frees
+		s.giveUp()
+		s.fill()
+	}
 	if s.now >= s.scan {
 		s.endDue()
 	}
@@ -246,9 +250,6 @@ func (s *Scheduler) tick() {
 	}
 	if s.now >= s.tellBy {
 		s.tell()
-	}
-	if s.now >= s.expectBy {
-		s.giveUp()
 	}
 	if len(s.seeking) != 0 && s.phase == running {
 		s.fill()
@@ -470,10 +471,20 @@ func (s *Scheduler) end(err error) {
 	s.phase, s.err = ending, err
 	s.endBy, s.emptyBy, s.expectBy = s.now+int64(patience), Never, Never
 	for _, c := range s.seats {
-		if c != nil {
-			s.dismiss(c)
+		if c == nil {
+			continue
 		}
+		if c.rival != nil {
+			s.refuse(c.rival, hasEnded)
+			c.rival.waits, c.rival = nil, nil
+		}
+		s.dismiss(c)
 	}
+	for _, c := range s.seeking {
+		c.giveUp = 0
+		s.refuse(c, hasEnded)
+	}
+	s.seeking = nil
 	clear(s.seats)
 	s.seated = 0
 }
@@ -482,7 +493,10 @@ func unexpected(t wire.Type) error {
 	return fmt.Errorf("cluster: a frame of type %d was not expected", t)
 }
 
-const closed = "it closed its connection"
+const (
+	closed   = "it closed its connection"
+	hasEnded = "the cluster has ended"
+)
 
 // reason says why a connection is gone.
 func reason(err error) string {

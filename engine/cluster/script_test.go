@@ -52,6 +52,7 @@ var update = flag.Bool("update", false, "rewrite the transcripts in testdata")
 //	dial x         a connection that is no member's yet
 //	after 3s       time passes
 //	asleep 3s      time passes, and nothing runs
+//	late 2ms       timers fire so much later from now on
 //	waiting        what each waits for
 //	quiet          from now on frames are not shown, and equal outputs counted
 func TestScripts(t *testing.T) {
@@ -100,6 +101,7 @@ type world struct {
 	now   int64
 	shape wire.Shape
 	time  Timing
+	lag   int64      // of timers
 	s     *Scheduler // nil: its process is gone
 	nodes []*node    // in the order in which they connected; index + 1 is conn
 }
@@ -357,6 +359,8 @@ func (w *world) command(f []string) {
 		}
 	case "after":
 		w.pass(w.duration(args[0]))
+	case "late":
+		w.lag = int64(w.duration(args[0]))
 	case "asleep":
 		w.now += int64(w.duration(args[0]))
 	case "waiting":
@@ -428,7 +432,7 @@ func (w *world) pass(d time.Duration) {
 				next = min(next, n.m.Next())
 			}
 		}
-		w.now = max(w.now, next)
+		w.now = max(w.now, min(next+w.lag, end))
 		if w.s != nil {
 			w.fromScheduler(w.s.Step(w.now, Input{}))
 		}

@@ -39,8 +39,14 @@ func (q quiet) wait() error {
 // ends is what the owner waits for when something ends at a Fabric.
 type ends struct {
 	freed  map[freed]func()
-	closed map[transport.Conn]chan struct{}
-	over   bool // all Fabrics are closed: nobody touches memory any more
+	closed map[transport.Conn]*closing // of peers that are lost
+	over   bool                        // all Fabrics are closed: nobody touches memory any more
+}
+
+// closing waits for EvClosed.
+type closing struct {
+	over chan struct{}
+	then []func() // for the owner
 }
 
 // Freed takes EvFreed of a key of f, and Closed EvClosed.
@@ -53,9 +59,12 @@ func (e *ends) Freed(f transport.Fabric, key uint64) {
 }
 
 func (e *ends) Closed(c transport.Conn) {
-	if over := e.closed[c]; over != nil {
+	if x := e.closed[c]; x != nil {
 		delete(e.closed, c)
-		close(over)
+		close(x.over)
+		for _, then := range x.then {
+			then()
+		}
 	}
 }
 
@@ -78,9 +87,9 @@ func (e *ends) lost(c transport.Conn, q quiet) (next quiet) {
 		}
 	}
 	if c != nil && !e.over {
-		over := make(chan struct{})
-		e.closed[c] = over
-		next = append(next, over)
+		x := &closing{over: make(chan struct{})}
+		e.closed[c] = x
+		next = append(next, x.over)
 	}
 	return next
 }
@@ -307,22 +316,28 @@ func (r *registration) uncache() (ended bool) {
 	return true
 }
 
-// letGo takes the keys from a ticket, and returns those that end with it.
-func (ks *keys) letGo(regs []*registration) (over []freed) {
+// letGo takes the keys from a ticket. It returns those that end with it, and whether others that nothing new uses live on in
+// other tickets.
+func (ks *keys) letGo(regs []*registration) (over []freed, shared bool) {
 	if len(regs) == 0 {
-		return nil
+		return nil, false
 	}
 	ks.mu.Lock()
 	defer ks.mu.Unlock()
 	for i, r := range regs {
 		if r != nil {
-			if r.uses.Add(-1); !r.cached && r.uncache() {
+			r.uses.Add(-1)
+			switch {
+			case r.cached:
+			case r.uncache():
 				over = append(over, freed{r.ring.fabric, r.key.ID})
+			default:
+				shared = true
 			}
 			regs[i] = nil
 		}
 	}
-	return over
+	return over, shared
 }
 
 // calm is what may still write with keys of peers that are lost. regs were acquired together, so they are of one ring.

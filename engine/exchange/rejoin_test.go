@@ -82,6 +82,33 @@ func TestKeysOfTheLost(t *testing.T) {
 	require.Equal(t, []byte{9, 10}, []byte{a.Span.Bytes()[0], b.Span.Bytes()[0]})
 }
 
+// TestKeyOfTwoTickets: push_pulls with one key between them fail when the lost server writes to neither any more.
+func TestKeyOfTwoTickets(t *testing.T) {
+	p := newPair(t, 1)
+	a := bytesOf(t, 0, 16, 0) // one allocation
+	b := a
+	a.Span.Len, a.Dims, b.Span.Len, b.Dims, b.Key = 8, []int64{8}, 8, []int64{8}, 1
+	b.Span.Addr += 8
+	var ids []uint64
+	for i, pull := range []Tensor{a, b} {
+		id, err := p.pushPull([]Tensor{bytesOf(t, uint64(2+i), 8, 5)}, []Tensor{pull})
+		require.NoError(t, err)
+		ids = append(ids, id)
+	}
+	require.NoError(t, p.settle())
+	require.Len(t, p.wf.keys, 1)
+	p.w.Lose(0, errGone)
+	for _, id := range ids {
+		state, _ := p.w.State(id)
+		require.Equal(t, StateFailing, state)
+	}
+	require.True(t, p.ended())
+	for _, id := range ids {
+		require.Equal(t, StateFailed, p.state(id))
+	}
+	require.Empty(t, p.wf.keys)
+}
+
 // TestExpect has push_pulls wait for a server that was lost and is about to be up again. They end
 // when it is lost once more.
 func TestExpect(t *testing.T) {

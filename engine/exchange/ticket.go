@@ -175,7 +175,7 @@ func newTable(n int, c *trace.Counters, h Host) (*Table, error) {
 		region: r,
 		words:  WordsIn(r, Window),
 		next:   1,
-		ends:   ends{freed: map[freed]func(){}, closed: map[transport.Conn]chan struct{}{}},
+		ends:   ends{freed: map[freed]func(){}, closed: map[transport.Conn]*closing{}},
 		active: make([]*Ticket, Window),
 		recs:   make([]record, Window),
 		keys:   keys{paths: make([]*keyring, n)},
@@ -285,20 +285,36 @@ func (tb *Table) settle(t *Ticket, err error) {
 	if t.open != 0 || t.ops != 0 {
 		return
 	}
-	if over := tb.keys.letGo(t.regs); len(over) != 0 { // nobody may write when t has ended
-		t.ops = len(over)
-		for _, at := range over {
-			tb.afterFreed(at, func() {
-				t.ops--
-				tb.settle(t, nil)
-			})
-		}
+	if over, shared := tb.keys.letGo(t.regs); tb.quiesce(t, over, shared && t.err != nil) { // nobody may write when t has ended
 		return
 	}
 	t.rec.stamps[trace.Completed] = tb.found
 	tb.active[t.id%Window] = nil
 	tb.release(t)
 	tb.news = true
+}
+
+// quiesce has t wait for the end of keys, and with conns for that of all Conns of lost peers, which may know keys that live on.
+// It reports whether there was something to wait for.
+func (tb *Table) quiesce(t *Ticket, over []freed, conns bool) bool {
+	lost := tb.ends.closed
+	if !conns {
+		lost = nil
+	}
+	if t.ops = len(over) + len(lost); t.ops == 0 {
+		return false
+	}
+	then := func() {
+		t.ops--
+		tb.settle(t, nil)
+	}
+	for _, x := range lost {
+		x.then = append(x.then, then)
+	}
+	for _, at := range over {
+		tb.afterFreed(at, then)
+	}
+	return true
 }
 
 // News reports whether the result of a ticket has become known since the last call. For the

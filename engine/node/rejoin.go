@@ -263,7 +263,7 @@ func (n *Node) unreached(ctx context.Context, p *peer, m *wire.Member, err error
 	}
 	defer n.driver.Disown()
 	if n.wants(p, m) {
-		n.step(p, peers.Input{Kind: peers.Failed, Err: err})
+		n.step(p, peers.Input{Kind: peers.Failed, Other: errors.As(err, new(*LostError)), Err: err})
 	}
 }
 

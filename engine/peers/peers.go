@@ -46,7 +46,7 @@ const (
 	Flushed               // this side has posted all that goes before what calls post
 	Bye                   // it leaves; Err
 	Down                  // the connection has ended; Err
-	Failed                // the dial has failed for good; Err
+	Failed                // the dial has failed for good; Err; Other: another run answered
 	Running               // the cluster runs
 	Leaving               // this node leaves the cluster
 	Tick                  // time has passed
@@ -58,6 +58,7 @@ type Input struct {
 	Member *wire.Member
 	Late   bool
 	Heard  bool
+	Other  bool
 	Err    error
 }
 
@@ -216,7 +217,7 @@ func (p *Peer) Step(now int64, in Input) []Output {
 		p.linked = false
 		p.down(now, in.Err)
 	case Failed:
-		p.failed(in.Err)
+		p.failed(in.Other, in.Err)
 	case Running:
 		p.ran = true
 		if p.state == Dialing { // for dials of the bring-up have ended with it
@@ -313,10 +314,11 @@ func (p *Peer) down(now int64, err error) {
 	}
 }
 
-// failed takes the end of all attempts to connect.
-func (p *Peer) failed(err error) {
+// failed takes the end of all attempts to connect. Of another run that has answered in a cluster that ran before, the scheduler
+// may have yet to tell.
+func (p *Peer) failed(other bool, err error) {
 	p.state = Lost
-	if p.ran || p.leaves {
+	if p.ran || p.leaves || p.late && other {
 		p.do(Output{Do: Warn, Err: err})
 	} else {
 		p.do(Output{Do: Fail, Err: err})

@@ -26,7 +26,7 @@ var update = flag.Bool("update", false, "rewrite the transcripts in testdata")
 //	server [wait=30s]      one of a server, for its worker
 //	named present|gone|left EPOCH [late]
 //	successor EPOCH
-//	gone, again, connected [heard], heard, flushed, bye, down, failed, running, leaving
+//	gone, again, connected [heard], heard, flushed, bye, down, failed [other], running, leaving
 //	after 3s               time passes, up to when the machine is due and further
 //	judge EPOCH...         what becomes of connections of runs with these epochs
 func TestScripts(t *testing.T) {
@@ -107,7 +107,7 @@ func (w *player) command(name string, args []string) {
 			fmt.Fprintf(&w.text, "\t%s: %s\n", a, v)
 		}
 	case simple:
-		w.step(Input{Kind: kind, Heard: slices.Contains(args, "heard"), Err: errors.New(name)})
+		w.step(Input{Kind: kind, Heard: slices.Contains(args, "heard"), Other: slices.Contains(args, "other"), Err: errors.New(name)})
 	default:
 		require.Fail(w.t, "no such command", "%s %v", name, args)
 	}

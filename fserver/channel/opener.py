@@ -179,9 +179,12 @@ class Opener:
             self._keys.difference_update(push_keys)
             why = describe.lasting(how.mode, error) if worker else ""
             try:
-                self._node.channel_close(it.handle, PARTING_S * 1e3 if it.side else 0, why)
+                wait_ms = PARTING_S * 1e3 if it.side else 0
+                self._node.channel_close(it.handle, wait_ms, why, not it.direct)
             finally:
-                if it.side:
+                if it.direct:  # a peer that has opened its side may still write here
+                    parting.close_gpu(self._node, it.handle, how.name, it.side)
+                elif it.side:
                     it.side.close()
             raise
 

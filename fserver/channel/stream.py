@@ -38,7 +38,8 @@ _PARTING_S = 2.0
 
 # Memory to which a stream that did not end, a graph, or a peer may still write.
 _kept: list[Any] = []
-# Closed sides of which nobody can tell whether the GPU still uses their memory. They stay.
+# Closed sides of which nobody could tell whether the GPU still uses their memory, because of a
+# capture or of Ctrl-C. Who closes another side asks again.
 _unfinished: list[Any] = []
 
 
@@ -336,6 +337,13 @@ class StreamSide(Side):
             _unfinished.append(self)
             raise
         _kept.append(self)
+        for side in list(_unfinished):
+            # One that was captured is known by a wait for all of the GPU, as this one just made.
+            if self._gpu.captured or not side._gpu.captured:
+                with contextlib.suppress(Exception):
+                    side._gpu.finished(0)
+                    _unfinished.remove(side)
+                    _kept.append(side)
         sweep()
 
     def _forget(self) -> None:
