@@ -282,8 +282,7 @@ bool Lane::settle() {
     if (captured_)
       return !for_a_capture(finish_gpu(device_));
     // To wait for a stream that is captured would end its capture.
-    return !capturing(last_) &&
-           !for_a_capture(cs_cu.StreamSynchronize(last_));
+    return !capturing(last_) && !for_a_capture(cs_cu.StreamSynchronize(last_));
   });
 }
 

@@ -178,11 +178,12 @@ class Opener:
             it.refuse(error)
             self._keys.difference_update(push_keys)
             why = describe.lasting(how.mode, error) if worker else ""
+            shown = it.direct and it.shown  # then a peer may write here until it closes its side
             try:
                 wait_ms = PARTING_S * 1e3 if it.side else 0
-                self._node.channel_close(it.handle, wait_ms, why, not it.direct)
+                self._node.channel_close(it.handle, wait_ms, why, not shown)
             finally:
-                if it.direct:  # a peer that has opened its side may still write here
+                if shown:
                     parting.close_gpu(self._node, it.handle, how.name, it.side)
                 elif it.side:
                     it.side.close()

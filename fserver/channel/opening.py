@@ -74,6 +74,7 @@ class Opening:
         handle: the node's number of the channel.
         side: the side, once it exists.
         direct: whether it is a GpuSide.
+        shown: whether a peer may use its memory.
         waiting: the peers that wait for the description of this side.
     """
 
@@ -81,7 +82,7 @@ class Opening:
         self._node, self._how, self._device, self._peers = node, how, device, peers
         self.handle = handle
         self.side: Any = None
-        self.direct = False
+        self.direct = self.shown = False
         self.waiting = list(range(peers))
 
     def hear(self, peer: int) -> dict[str, Any]:
@@ -201,6 +202,7 @@ class WorkerOpening(Opening):
                 f"channel: the servers chose path {path!r:.40}, but this side can use "
                 f"{how.mode if self.side else 'host'!r} only: open both sides with the same mode"
             )
+        self.shown = self.direct
         for i in (i for i, theirs in enumerate(answers) if theirs["path"] != "host"):
             text = describe.text(how.mode, "", [], [], path=path, reason=reason)
             self._node.channel_tell(self.handle, i, text)  # the server waits for it
@@ -262,6 +264,7 @@ class ServerOpening(Opening):
         else:
             self.map(shares, into, False)
         self._node.channel_state(self.handle)  # before any worker takes this side to be open
+        self.shown = self.direct
         for i in range(self._peers):
             self.tell(i, here, *told[i], path=path, reason=reasons[i], lands=lands)
         if self.direct:

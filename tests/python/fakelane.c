@@ -311,6 +311,13 @@ static int query(cs_stream s) {
   asked++;
   return busy || is_behind(s) ? CS_CU_NOT_READY : CS_CU_SUCCESS;
 }
+static int finish_stream(void) {
+  if (!capturing)
+    return unsafe();
+  called(__func__);
+  spoiled++;
+  return CS_CU_STREAM_CAPTURE_UNSUPPORTED;
+}
 static int is_capturing(cs_stream s, int *out) {
   called(__func__);
   (void)s;
@@ -603,7 +610,7 @@ static const struct {
     {"cuStreamDestroy", (void *)release},
     {"cuStreamIsCapturing", (void *)is_capturing},
     {"cuStreamQuery", (void *)query},
-    {"cuStreamSynchronize", (void *)unsafe},
+    {"cuStreamSynchronize", (void *)finish_stream},
     {"cuStreamWriteValue32", (void *)write_word},
     {"cuStreamBatchMemOp", (void *)batch},
     {"cuStreamWriteValue64", (void *)write_word64},

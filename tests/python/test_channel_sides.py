@@ -18,7 +18,7 @@ from channels import MS, OfGpu, both
 from nodes import LIMIT, Cluster, eventually, in_thread, together
 
 import fserver
-from fserver.channel import channel, describe, opener, opening
+from fserver.channel import channel, describe, opener, opening, parting
 
 
 class FakeSide:
@@ -112,6 +112,34 @@ def test_all_channels_of_a_node_end_at_once(
     if call == "stop":
         together([pair.server.stop, pair.scheduler.stop])
     ended.result(LIMIT)
+
+
+def test_a_side_that_fails_is_kept_while_a_peer_may_use_it(
+    pair: Cluster, on_gpu: tuple[Any, list[FakeSide]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker has opened its side when the server fails."""
+    local, made = on_gpu
+    monkeypatch.setattr(opener, "PARTING_S", 0.05)
+
+    def attach(self: FakeSide, _: Any) -> None:
+        if local.server:
+            raise fserver.ConfigError("no peer access")
+
+    monkeypatch.setattr(FakeSide, "attach", attach)
+
+    def call(server: bool, call: Callable[..., Any], *args: Any) -> Any:
+        local.gpu, local.server = True, server
+        return call(*args, timeout_ms=MS, name="it")
+
+    x, y = torch.ones(8), torch.empty(8)
+    worker = in_thread(call, False, pair.worker.channel, [x], [1], [y], [1])
+    with pytest.raises(fserver.ConfigError, match="no peer access"):
+        call(True, pair.server.channel, [1], [y], [1])
+    w = worker.result(LIMIT)
+    (side,) = (side for side in made if side is not w._side)
+    assert side.ended and side.at_close is None
+    w.close()
+    eventually(lambda: parting.sweep() or side.at_close is not None)
 
 
 def test_the_engine_lets_go_of_a_side_that_is_closed(

@@ -401,6 +401,22 @@ def test_closed_during_a_capture(mode: str) -> None:
 
 
 @over_driver("kernel", "copy")
+def test_closed_while_its_stream_is_captured(mode: str) -> None:
+    """One that was never captured does not ask a stream that is."""
+    before = at_rest()
+    w, s = pair(mode)
+    w.lane.send()
+    s.lane.recv()
+    DRIVER.capturing = next(CAPTURES)
+    spoiled = DRIVER.spoiled
+    assert not w.lane.close() and not s.lane.close()
+    assert DRIVER.spoiled == spoiled
+    DRIVER.capturing = 0
+    assert w.lane.close() and s.lane.close()
+    assert DRIVER.held == before
+
+
+@over_driver("kernel", "copy")
 def test_closed_before_its_graphs(mode: str) -> None:
     """What a graph names lives as long as the graph does. Replayed, it waits for nobody, and its
     kernels send nothing."""
