@@ -91,3 +91,18 @@ func (s *Scheduler) refuseSeeker(c *conn) {
 	c.giveUp = 0
 	s.turnAway(c, who(c.Role, NoRank), s.full(c.Role))
 }
+
+// refuseWaiting refuses all who wait for a place.
+func (s *Scheduler) refuseWaiting(why string) {
+	for _, c := range s.seats {
+		if c != nil && c.rival != nil {
+			s.refuse(c.rival, why)
+			c.rival.waits, c.rival = nil, nil
+		}
+	}
+	for _, c := range s.seeking {
+		c.giveUp = 0
+		s.refuse(c, why)
+	}
+	s.seeking = nil
+}

@@ -470,21 +470,12 @@ func (s *Scheduler) lose(m *wire.Member, address, why string) error {
 func (s *Scheduler) end(err error) {
 	s.phase, s.err = ending, err
 	s.endBy, s.emptyBy, s.expectBy = s.now+int64(patience), Never, Never
+	s.refuseWaiting("the cluster has ended")
 	for _, c := range s.seats {
-		if c == nil {
-			continue
+		if c != nil {
+			s.dismiss(c)
 		}
-		if c.rival != nil {
-			s.refuse(c.rival, hasEnded)
-			c.rival.waits, c.rival = nil, nil
-		}
-		s.dismiss(c)
 	}
-	for _, c := range s.seeking {
-		c.giveUp = 0
-		s.refuse(c, hasEnded)
-	}
-	s.seeking = nil
 	clear(s.seats)
 	s.seated = 0
 }
@@ -493,10 +484,7 @@ func unexpected(t wire.Type) error {
 	return fmt.Errorf("cluster: a frame of type %d was not expected", t)
 }
 
-const (
-	closed   = "it closed its connection"
-	hasEnded = "the cluster has ended"
-)
+const closed = "it closed its connection"
 
 // reason says why a connection is gone.
 func reason(err error) string {
