@@ -85,7 +85,9 @@ public:
 
   // Answers a request, once: now or later, from any thread. A pull needs res.vals, with res.lens if the keys
   // have different numbers of values. The memory of res is kept until it has been sent; if an SArray does not own
-  // its memory, the program keeps it, unchanged, until the worker's next request.
+  // its memory, the program keeps it, unchanged, until the worker's next request. A pull of unknown size is answered in
+  // two steps: values of the CPU and lens are copied, and values of a GPU are to stay, unchanged, until the worker's Wait
+  // has returned.
   //
   // If res does not have what the worker has asked for, the request is refused, and the worker's Wait throws. It may have
   // fewer values, in memory of the CPU, if the worker takes lens. Does nothing if the worker is gone. Throws fserver::ShapeError if the request has been answered.
@@ -283,6 +285,8 @@ private:
   // that was lost meanwhile cannot be answered, so it keeps nothing in the place of its successor's. fetch waits for the
   // lock.
   void keep(const KVMeta &req, const KVPairs<Val> &res) {
+    Kept copy = copy_of(res); // before the answer, since it may throw
+    KeptFor gone;             // is let go of without the lock
     std::lock_guard<std::mutex> lock(mutex_);
     const std::uint32_t lost = losses(req.worker); // before the answer
     const bool there =
@@ -296,11 +300,22 @@ private:
       return;
     KeptFor &kept = kept_[req.worker];
     if (kept.losses != lost)
-      kept.all.clear();
+      gone.all.swap(kept.all);
     kept.losses = lost;
     if (kept.all.size() == kMostKept)
-      kept.all.erase(kept.all.begin());
-    kept.all[{req.customer_id, req.timestamp}] = {res.vals, res.lens};
+      gone.all.insert(kept.all.extract(kept.all.begin()));
+    std::swap(kept.all[{req.customer_id, req.timestamp}], copy);
+  }
+
+  // The handler may change its memory before the worker fetches the values.
+  static Kept copy_of(const KVPairs<Val> &res) {
+    Kept kept;
+    if (res.vals.src_device_type_ == GPU)
+      kept.vals = res.vals;
+    else
+      kept.vals.CopyFrom(res.vals);
+    kept.lens.CopyFrom(res.lens);
+    return kept;
   }
 
   void fetch(const KVMeta &req) {
@@ -314,8 +329,8 @@ private:
                            "the server does not keep these values any more: "
                            "the worker was lost in between, or has asked for "
                            "too many sizes at once");
-      res.vals = it->second.vals;
-      res.lens = it->second.lens;
+      res.vals = std::move(it->second.vals);
+      res.lens = std::move(it->second.lens);
       kept.erase(it);
     }
     send(req, res);
@@ -323,10 +338,13 @@ private:
 
   // Lets go of what is kept for workers that are lost.
   void tend() {
+    std::unordered_map<int, KeptFor> gone; // is let go of without the lock
     std::lock_guard<std::mutex> lock(mutex_);
-    for (auto it = kept_.begin(); it != kept_.end();)
-      it = it->second.losses == losses(it->first) ? std::next(it)
-                                                  : kept_.erase(it);
+    for (auto it = kept_.begin(); it != kept_.end();) {
+      const auto kept = it++;
+      if (kept->second.losses != losses(kept->first))
+        gone.insert(kept_.extract(kept));
+    }
   }
 
   const Postoffice &office_;
