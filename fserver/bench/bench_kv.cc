@@ -69,13 +69,13 @@ std::size_t number(const char *name, const std::string &text, std::size_t most,
 
 template <class T>
 void from_environment(const char *name, T *value, T most, T least = 1) {
-  if (const char *text = ps::Environment::Get()->find(name))
+  if (const char *text = ps::detail::setting(name))
     *value = static_cast<T>(number(name, text, static_cast<std::size_t>(most),
                                    static_cast<std::size_t>(least)));
 }
 
 bool is_set(const char *name) {
-  const char *text = ps::Environment::Get()->find(name);
+  const char *text = ps::detail::setting(name);
   return text && std::string(text) != "0";
 }
 
@@ -165,7 +165,7 @@ private:
   void register_all() {
     const ps::Postoffice &office = *ps::Postoffice::GetServer();
     const int servers = office.num_servers();
-    for (int rank = 0; rank < office.num_worker_instances(); rank++) {
+    for (int rank = 0; rank < office.num_workers(); rank++) {
       for (int thread = 0; thread < settings_.threads; thread++) {
         for (int i = office.my_rank(); i < settings_.keys * servers;
              i += servers) {
@@ -351,13 +351,11 @@ void play(const Settings &s, ps::Node::Role role) {
   const bool works = role == ps::Node::WORKER || role == ps::Node::JOINT;
   const bool serves = role == ps::Node::SERVER || role == ps::Node::JOINT;
   const bool on_gpu = (works && s.worker_gpu) || (serves && s.server_gpu);
-  if (on_gpu && !ps::Environment::Get()->find("STEPMESH_BACKEND"))
+  if (on_gpu && !ps::detail::setting("STEPMESH_BACKEND"))
     ps::Environment::Init({{"STEPMESH_BACKEND", "GPU"}});
   if (on_gpu)
     need_gpu();
-  int rank = -1;
-  ps::Environment::Get()->find("DMLC_NODE_RANK", &rank, -1);
-  ps::StartPS(0, role, rank, true);
+  ps::StartPS(0, role, -1, true);
   if (serves) { // until Finalize has ended the server
     auto *store = new Store(s);
     Postoffice::GetServer()->RegisterExitCallback([store] { delete store; });
@@ -383,7 +381,7 @@ void play(const Settings &s, ps::Node::Role role) {
 int main(int argc, char **argv) {
   try {
     const Settings settings = settings_of(argc, argv);
-    const char *role = ps::Environment::Get()->find("DMLC_ROLE");
+    const char *role = ps::detail::setting("DMLC_ROLE");
     if (!role)
       throw std::invalid_argument(
           "DMLC_ROLE is not set, want scheduler, server, worker or joint "

@@ -111,7 +111,8 @@ public:
 
   // Sends all push tensors to every server, and has every server write its answers into the pull
   // tensors: pull[i * Q + j] takes answer j of server i, which has as many bytes, of any dtype. Returns at
-  // once; the tensors are kept until the request has completed. need_event: the tensors, also those on
+  // once, but waits while a request of a KVWorker of this node is 3,000 push_pulls behind; the tensors are kept until the
+  // request has completed. need_event: the tensors, also those on
   // the CPU, are sent behind what is queued on the current stream of the node's GPU, which is not being
   // captured. Returns the first of P + Q numbers, counted from 0 in a process, and after 2^30 - 1 again.
   //
@@ -125,16 +126,20 @@ public:
       in.push_back(internal::BytesOf("ZBatchPushPull", kt));
     KeyTensorBatch kept = push;
     kept.insert(kept.end(), pull.begin(), pull.end());
+    const auto memory = std::make_shared<KeyTensorBatch>(std::move(kept));
     const auto after =
         need_event ? internal::CurrentStream(gpu_) : std::nullopt;
+    while (!node_->has_room()) {
+    }
     const auto started = std::chrono::steady_clock::now();
     const std::size_t servers = static_cast<std::size_t>(worker_.servers());
     const int count = static_cast<int>(push.size() + pull.size() / servers);
 
+    detail::Kept::Gone gone; // is let go of without the lock
     std::lock_guard<std::mutex> lock(mutex_);
     const fserver::Handle h = worker_.push_pull(out, in, after);
-    node_->kept.until_ended(worker_, h,
-                            std::make_shared<KeyTensorBatch>(std::move(kept)));
+    node_->issued(h);
+    node_->kept.until_ended(worker_, h, memory, &gone);
     const std::int64_t first = Next().fetch_add(count);
     requests_[first] = {h, count, started};
     if (requests_.size() > kRemembered)
@@ -283,9 +288,10 @@ public:
       t.push_back(internal::BytesOf("Response", kt));
     const auto after =
         need_event ? internal::CurrentStream(gpu_) : std::nullopt;
+    const auto memory = std::make_shared<KeyTensorBatch>(std::move(tensors));
+    detail::Kept::Gone gone;
     const fserver::Handle h = server_.respond(t, meta.handler, after);
-    node_->kept.until_ended(
-        server_, h, std::make_shared<KeyTensorBatch>(std::move(tensors)));
+    node_->kept.until_ended(server_, h, memory, &gone);
   }
 
   // Receives in memory of the caller's: the tensor is cut into equal parts, and part i receives

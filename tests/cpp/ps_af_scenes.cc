@@ -356,6 +356,29 @@ SCENE(pull_tensors_of_two_servers, 1, 2) {
   EXPECT(at::equal(three[1].val, full(4, 2)));
 }
 
+// A request of a KVWorker that has ended is known after more push_pulls of tensors than the engine remembers.
+SCENE(tensors_beside_values, 1, 1) {
+  if (IsServer()) {
+    static AFTensorServer *const server = new AFTensorServer(0);
+    server->SetRequestHandle(
+        [](const AFTensorMeta &meta, AFTensorServer *s) { s->Response(meta); });
+    serve<float>(KVServerDefaultHandle<float>());
+    return;
+  }
+  KVWorker<float> kv(0, 0);
+  AFTensorWorker w;
+  const int pushed = kv.Push({1}, {1});
+  KeyTensorBatch push{{1, full(4, 1)}}, none;
+  for (int i = 0; i < 100; i++) {
+    int open[50];
+    for (int &t : open)
+      t = w.ZBatchPushPull(push, none, false);
+    for (int t : open)
+      w.Wait(t, 60'000);
+  }
+  kv.Wait(pushed);
+}
+
 // A server dies with a request: Wait and later requests throw, and all ends in time.
 BARE_SCENE(a_lost_server, 1, 2) {
   StartPS(0, own_role(), -1, true);

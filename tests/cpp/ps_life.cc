@@ -86,6 +86,24 @@ CASE(what_the_settings_say) {
   EXPECT_EQ(Postoffice::GetScheduler()->verbose(), 2); // as it was first
 }
 
+// An empty value is as none.
+CASE(empty_settings) {
+  std::unordered_map<std::string, std::string> all;
+  for (const char *name :
+       {"DMLC_NODE_RANK", "DMLC_GROUP_SIZE", "STEPMESH_GPU", "DMLC_INSTANCE_ID",
+        "DMLC_RANK_OFFSET", "DMLC_ROLE", "STEPMESH_BACKEND"})
+    all[name] = all.size() % 2 ? "" : " ";
+  Environment::Init(all);
+  EXPECT(GetGroupSize() == 1 && GetGpuId() == 0 && GetNodeRank() == 0);
+  EXPECT_EQ(Postoffice::Get(), Postoffice::GetServer());
+  EXPECT_EQ(detail::own_role(), Node::SERVER);
+  EXPECT(detail::backend_name().empty());
+  all["DMLC_GROUP_SIZE"] = "2";
+  Environment::Init(all);
+  EXPECT_EQ(detail::instances_here(), 2);
+  Environment::Init({});
+}
+
 // One process is worker and server.
 BARE_SCENE(joint, 2, 0) {
   const Node::Role role =
@@ -282,6 +300,31 @@ CASE(customers_without_a_cluster) {
   Environment::Init({});
 }
 
+// A scheduler that a server hosts is closed with it, so that the next one gets its port. The other instances and the
+// worker of the process host none.
+BARE_SCENE(a_scheduler_of_the_server, 0, 1) {
+  if (own_role() == Node::SCHEDULER)
+    return;
+  std::unordered_map<std::string, std::string> all{
+      {"DMLC_NUM_WORKER", "1"},
+      {"DMLC_GROUP_SIZE", "2"},
+      {"FSERVER_HOST_SCHEDULER", "1"},
+      {"FSERVER_INIT_TIMEOUT", "0.5"}};
+  Environment::Init(all);
+  for (int i = 0; i < 2; i++)
+    EXPECT_THROW(fserver::TimeoutError, "",
+                 Postoffice::GetServer()->Start(0, Node::SERVER, -1, false));
+  all["FSERVER_INIT_TIMEOUT"] = "20";
+  Environment::Init(all);
+  for (int i = 0; i < 2; i++) {
+    StartPS(0, Node::JOINT, -1, true);
+    const auto begin = std::chrono::steady_clock::now();
+    Finalize(0, Node::SERVER, false);
+    EXPECT(std::chrono::steady_clock::now() - begin < std::chrono::seconds(5));
+    Finalize(0, Node::WORKER, false);
+  }
+}
+
 // All processes of a role have the same environment: the scheduler numbers them. One that is lost has its rank
 // again when it comes back.
 BARE_SCENE(ranks_of_the_scheduler, 3, 2) {
@@ -412,6 +455,29 @@ BARE_SCENE(closed_with_requests_under_way, 1, 1) {
     Finalize(0, own_role());
   } catch (const fserver::PeerLostError &) { // the worker has just gone
   }
+}
+
+// What a server has answered with is let go of when it has ended.
+BARE_SCENE(memory_of_answers, 1, 1) {
+  static std::atomic<int> deleted{0};
+  static float memory[3] = {1, 1, 1};
+  StartPS(0, own_role(), -1, true);
+  if (IsServer())
+    serve<float>([](const KVMeta &meta, const KVPairs<float> &,
+                    KVServer<float> *server) {
+      KVPairs<float> res;
+      res.vals = SArray<float>(memory, 3, [](float *) { deleted++; });
+      server->Response(meta, res);
+    });
+  if (IsWorker()) {
+    KVWorker<float> kv(0, 0);
+    std::vector<float> got(3);
+    kv.Wait(kv.Pull({1}, &got));
+    kv.Wait(kv.Pull({2}, &got));
+  }
+  const bool serves = IsServer();
+  Finalize(0, own_role());
+  EXPECT_EQ(deleted.load(), serves ? 2 : 0);
 }
 
 // Those that end first wait for the others, however long these work: FSERVER_STOP_TIMEOUT is for leaving alone.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdlib>
+#include <cstring>
 #include <sstream>
 #include <string>
 #include <unordered_map>
@@ -29,13 +30,13 @@ public:
     const auto it = set_.find(name);
     return it != set_.end() ? it->second.c_str() : std::getenv(name);
   }
-  // Reads a variable into *out, which is `otherwise` if it is not set. Returns its text, or null. Throws
+  // Reads a variable into *out, which is `otherwise` if it is not set or blank. Returns its text, or null. Throws
   // fserver::ConfigError if the text is no T.
   template <class T>
   const char *find(const char *name, T *out, T otherwise) const {
     *out = otherwise;
     const char *text = find(name);
-    if (!text)
+    if (!text || is_blank(text))
       return nullptr;
     std::istringstream in(text);
     if (!(in >> *out) || !(in >> std::ws).eof())
@@ -43,6 +44,11 @@ public:
                                  ": want a value of the kind of " +
                                  show(otherwise));
     return text;
+  }
+
+  // Whether a text is empty, or white space alone.
+  static bool is_blank(const char *text) {
+    return text[std::strspn(text, " \t\n\v\f\r")] == 0;
   }
 
   // What Init has set.
@@ -59,5 +65,15 @@ private:
   }
   std::unordered_map<std::string, std::string> set_;
 };
+
+namespace detail {
+
+// The value of a setting of fserver; null if it is not set or blank.
+inline const char *setting(const char *name) {
+  const char *text = Environment::Get()->find(name);
+  return text && !Environment::is_blank(text) ? text : nullptr;
+}
+
+} // namespace detail
 
 } // namespace ps

@@ -62,7 +62,7 @@ inline void check_joint() {
   bool given = number("DMLC_GROUP_SIZE", 1, 1) > 1 ||
                number("DMLC_NODE_RANK", -1, -1) >= 0;
   for (const char *name : {"STEPMESH_GPU", "DMLC_RANK_OFFSET"})
-    given = given || Environment::Get()->find(name);
+    given = given || detail::setting(name);
   if (several && !given)
     throw fserver::ConfigError(
         "StartPS: JOINT without a rank: worker and server of a process have "
@@ -70,7 +70,8 @@ inline void check_joint() {
 }
 
 inline Node::Role own_role() {
-  return GetRole(GetEnv("DMLC_ROLE", std::string("server")));
+  const char *name = setting("DMLC_ROLE");
+  return GetRole(name ? name : "server");
 }
 
 inline Node::Role role_of(const Postoffice &p) {

@@ -61,7 +61,7 @@ inline int number(const char *name, int otherwise, int least) {
 inline int instances_here() {
   for (const char *name :
        {"DMLC_INSTANCE_ID", "STEPMESH_GPU", "DMLC_RANK_OFFSET"}) {
-    if (Environment::Get()->find(name))
+    if (setting(name))
       return 1;
   }
   return number("DMLC_GROUP_SIZE", 1, 1);
@@ -80,8 +80,7 @@ inline bool is_own_place(int place) {
 // The name that STEPMESH_BACKEND has, or its older spelling; empty: none.
 inline std::string backend_name() {
   for (const char *name : {"STEPMESH_BACKEND", "STEPMESH_BAKCEND"}) {
-    const char *value = Environment::Get()->find(name);
-    if (value && *value)
+    if (const char *value = setting(name))
       return value;
   }
   return "";
@@ -106,12 +105,15 @@ inline bool is_other_backend(const std::string &name) {
   return OtherBackends::all().names.count(name) != 0;
 }
 
-// What an instance of this process is opened with. rank: of StartPS; -1: as the environment says.
-inline fserver::Options options_of(int index, int rank) {
+// What an instance of this process is opened with. rank: of StartPS; -1: as the environment says. may_host: whether
+// FSERVER_HOST_SCHEDULER is for it.
+inline fserver::Options options_of(int index, int rank, bool may_host) {
   fserver::Options o;
   for (const auto &[name, value] : Environment::Get()->set())
     o.settings[name] = value;
   o.connect = false;
+  if (!may_host)
+    o.host_scheduler = false;
   if (is_other_backend(backend_name())) { // which the engine does not know
     o.backend = "CPU";
     o.settings["STEPMESH_BAKCEND"] = "";
@@ -146,7 +148,7 @@ protected:
 
 // A worker, and the engine's keys that its requests have.
 struct WorkerNode {
-  WorkerNode(int index, int rank) : worker(options_of(index, rank)) {}
+  WorkerNode(int index, int rank) : worker(options_of(index, rank, false)) {}
 
   void issued(const fserver::Handle &h) {
     std::uint64_t last = newest.load();

@@ -48,7 +48,7 @@ public:
   // The first node of the process, by what StartPS was called with, or else by DMLC_ROLE (a server). With
   // JOINT: the worker.
   static Postoffice *Get() {
-    const char *name = Environment::Get()->find("DMLC_ROLE");
+    const char *name = detail::setting("DMLC_ROLE");
     const std::string role = name ? name : "server";
     for (Node::Role r : {Node::WORKER, Node::SERVER, Node::SCHEDULER}) {
       if (Postoffice *p = known(r); p && p->started())
@@ -318,7 +318,7 @@ private:
       server_ = std::make_shared<detail::ServerNode>(index_, rank);
     else
       scheduler_ =
-          std::make_shared<fserver::Scheduler>(detail::options_of(0, -1));
+          std::make_shared<fserver::Scheduler>(detail::options_of(0, -1, true));
     preferred_ = rank;
     opening_ = done.get_future().share();
     customers_.insert(customer_id);
@@ -326,7 +326,7 @@ private:
   }
   // Ends what open has begun, for all customers that have come since.
   void give_up() {
-    node("StartPS").close();
+    close_node();
     std::lock_guard<std::mutex> lock(mutex_);
     customers_.clear();
   }
@@ -365,26 +365,33 @@ private:
     std::lock_guard<std::mutex> lock(mutex_);
     return customers_.erase(customer_id) && customers_.empty();
   }
-  void leave(bool do_barrier) {
-    fserver::Node &n = node("Finalize");
-    if (!do_barrier)
-      n.close();
-    else if (is_server())
-      server("Finalize")->finish();
-    else if (is_worker() && num_worker_instances() > 1)
-      n.barrier(fserver::kWorkers);
+  // A server closes the scheduler that it hosts, too, which Node::close does not.
+  void close_node() {
     if (is_server())
-      static_cast<fserver::Server &>(n).stop();
+      server("close")->server.close();
     else
-      n.stop();
+      node("close").close();
+  }
+  void leave(bool do_barrier) {
+    if (!do_barrier)
+      return close_node();
+    if (is_server()) {
+      server("Finalize")->finish();
+      server("Finalize")->server.stop();
+      return;
+    }
+    fserver::Node &n = node("Finalize");
+    if (is_worker() && num_worker_instances() > 1)
+      n.barrier(fserver::kWorkers);
+    n.stop();
   }
   void ended() {
     van_.ready_ = false;
-    node("Finalize").close();
+    close_node();
     if (is_worker())
       worker("Finalize")->kept.closed();
     else if (is_server())
-      server("Finalize")->kept.closed();
+      server("Finalize")->closed();
     letters("Finalize")->end();
     const std::function<void()> f = std::move(at_exit_);
     at_exit_ = nullptr;

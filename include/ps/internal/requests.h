@@ -63,7 +63,8 @@ public:
       send(r, true);
     } catch (...) { // nothing has been sent
       lock.lock();
-      drop(r);
+      const Ask gone = drop(r);
+      lock.unlock();
       throw;
     }
     lock.lock();
@@ -246,7 +247,7 @@ private:
   }
 
   // Goes on with a request whose push_pulls have ended. Returns whether that was all. Lets go of the
-  // lock while it sends and while a callback runs.
+  // lock while it sends, and while it runs what is the program's: a callback, and deleters of memory.
   bool complete(Record &r, Lock &lock) {
     if (r.op == Op::kSize && !r.error) {
       begin_to_send(r);
@@ -265,16 +266,21 @@ private:
     const std::int64_t number = r.number;
     if (r.error)
       note(number, r.error);
-    const std::function<void()> done = std::move(r.ask.done);
-    if (done) {
+    std::function<void()> done = std::move(r.ask.done);
+    const bool calls = done != nullptr;
+    if (calls) {
       callbacks_.erase(std::find(callbacks_.begin(), callbacks_.end(), &r));
       running_.push_back(number);
     }
-    drop(r);
-    if (done) {
-      lock.unlock();
+    Ask gone = drop(r);
+    lock.unlock();
+    gone = Ask();
+    if (calls) {
       done();
-      lock.lock();
+      done = nullptr;
+    }
+    lock.lock();
+    if (calls) {
       running_.erase(std::find(running_.begin(), running_.end(), number));
       changed_.notify_all();
     }
@@ -289,10 +295,13 @@ private:
     r.state = Record::kOpen;
     changed_.notify_all();
   }
-  void drop(Record &r) {
+  // Ends a request. Returns what it has kept, which is to be let go of without the lock.
+  Ask drop(Record &r) {
+    Ask gone = std::move(r.ask);
     at(r.number) = nullptr;
     records_.put(&r);
     changed_.notify_all();
+    return gone;
   }
   void note(std::int64_t number, std::exception_ptr error) {
     failures_.emplace(number, std::move(error));

@@ -58,7 +58,8 @@ protected:
 // A server, and the thread that takes its requests, which add() starts.
 class ServerNode {
 public:
-  ServerNode(int index, int rank) : server(options_of(index, rank)) {}
+  ServerNode(int index, int rank)
+      : server(options_of(index, rank, index == 0)) {}
   ServerNode(const ServerNode &) = delete;
   ServerNode &operator=(const ServerNode &) = delete;
   ~ServerNode() {
@@ -140,6 +141,14 @@ public:
         const fserver::Error &) { // answered already, or nobody waits for it
     }
     release(handler);
+  }
+
+  // Lets go of all that is kept: the server is closed.
+  void closed() {
+    kept.closed();
+    std::vector<Answer> gone;
+    std::lock_guard<std::mutex> lock(mutex_);
+    gone = answers_.take([](const Answer &a) { return a.tried; });
   }
 
   Kept kept; // goes after the server
@@ -325,9 +334,11 @@ private:
 
   // A new answer, which stays where it is until it has been sent.
   Answer &answer() {
+    Underway<Answer>::Gone gone;
     std::lock_guard<std::mutex> lock(mutex_);
     return answers_.add(
-        [this](const Answer &a) { return a.tried && server.ended(a.handle); });
+        [this](const Answer &a) { return a.tried && server.ended(a.handle); },
+        &gone);
   }
   void tried(Answer &a) {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -1,6 +1,7 @@
 // What operations that are under way use. For the other headers alone.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <deque>
 #include <memory>
@@ -14,11 +15,16 @@ namespace ps::detail {
 
 // Entries that are kept until their operations have ended, in whatever order that is. An entry stays where it is.
 template <class T> class Underway {
+  static constexpr std::size_t kLook = 4;
+
 public:
-  // Returns a new entry. First lets go of those for which ended(entry) is true, of the next few: so one whose
+  // Entries to let go of. What that runs may be the program's: do it without a lock.
+  using Gone = std::array<T, kLook>;
+
+  // Returns a new entry. First moves those for which ended(entry) is true, of the next few, to *gone: so one whose
   // operation takes long keeps no other.
-  template <class Ended> T &add(Ended &&ended) {
-    for (int i = 0; i < kLook && !open_.empty(); i++) {
+  template <class Ended> T &add(Ended &&ended, Gone *gone) {
+    for (std::size_t i = 0; i < kLook && !open_.empty(); i++) {
       if (at_ >= open_.size())
         at_ = 0;
       T *const entry = open_[at_];
@@ -26,7 +32,7 @@ public:
         at_++;
         continue;
       }
-      *entry = T();
+      (*gone)[i] = std::exchange(*entry, T());
       free_.push_back(entry);
       open_[at_] = open_.back();
       open_.pop_back();
@@ -40,9 +46,18 @@ public:
     free_.pop_back();
     return *open_.back();
   }
+  // Moves out what the entries keep for which ended(entry) is true.
+  template <class Ended> std::vector<T> take(Ended &&ended) {
+    std::vector<T> taken;
+    taken.reserve(open_.size());
+    for (T *entry : open_) {
+      if (ended(*entry))
+        taken.push_back(std::move(*entry));
+    }
+    return taken;
+  }
 
 private:
-  static constexpr int kLook = 4;
   std::deque<T> all_;
   std::vector<T *> open_, free_;
   std::size_t at_ = 0; // in open_: the next to look at
@@ -50,13 +65,20 @@ private:
 
 // Memory that the engine uses. It stays when the object that has given it goes.
 class Kept {
+  struct Entry {
+    fserver::Handle handle;
+    std::shared_ptr<void> memory;
+  };
+
 public:
-  // Keeps memory until an operation of the node has ended.
+  using Gone = Underway<Entry>::Gone;
+
+  // Keeps memory until an operation of the node has ended. Moves that of others to *gone.
   void until_ended(const fserver::Node &node, const fserver::Handle &h,
-                   std::shared_ptr<void> memory) {
+                   std::shared_ptr<void> memory, Gone *gone) {
     std::lock_guard<std::mutex> lock(mutex_);
-    operations_.add([&](const Entry &e) { return node.ended(e.handle); }) =
-        Entry{h, std::move(memory)};
+    operations_.add([&](const Entry &e) { return node.ended(e.handle); },
+                    gone) = Entry{h, std::move(memory)};
   }
   // Keeps memory until the node is closed.
   void until_closed(std::shared_ptr<void> memory) {
@@ -65,16 +87,14 @@ public:
   }
   // Lets go of all: the node is closed.
   void closed() {
+    Underway<Entry> operations;
+    std::vector<std::shared_ptr<void>> registered;
     std::lock_guard<std::mutex> lock(mutex_);
-    operations_ = {};
-    registered_.clear();
+    std::swap(operations, operations_);
+    registered.swap(registered_);
   }
 
 private:
-  struct Entry {
-    fserver::Handle handle;
-    std::shared_ptr<void> memory;
-  };
   std::mutex mutex_;
   Underway<Entry> operations_;
   std::vector<std::shared_ptr<void>> registered_;
