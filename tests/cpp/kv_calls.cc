@@ -153,6 +153,55 @@ SCENE(lens_of_any_size, 1, 3) {
   EXPECT_EQ(got.size(), 5u);
 }
 
+// Without lens, a pull of a known size says how many values there are, and not how many each key has.
+SCENE(values_that_keys_do_not_divide, 1, 2) {
+  if (IsServer()) {
+    serve<int>(Lists<int>());
+    return;
+  }
+  KVWorker<int> kv(0, 0);
+  std::vector<int> got(3);
+  kv.Wait(kv.Push({1, 2}, {7, 8, 9}, {1, 2})); // of one server
+  kv.Wait(kv.Pull({1, 2}, &got));
+  EXPECT(got == (std::vector<int>{7, 8, 9}));
+  kv.Wait(kv.Push({1, kMaxKey}, {1, 2, 3}, {2, 1})); // of two
+  kv.Wait(kv.Pull({1, kMaxKey}, &got));
+  EXPECT(got == (std::vector<int>{1, 2, 3}));
+  got.resize(5);
+  EXPECT_THROW(fserver::ShapeError, "vals has 5 values, the servers have 3",
+               kv.Wait(kv.Pull({1, kMaxKey}, &got)));
+}
+
+// The values of a pull of unknown size are those of its answer, whatever the server does with its memory before the
+// worker fetches them.
+SCENE(values_that_the_server_changes, 1, 1) {
+  if (IsServer()) {
+    serve<int>([](const KVMeta &meta, const KVPairs<int> &data,
+                  KVServer<int> *server) {
+      static std::vector<int> memory(3), lens(1);
+      const int value = meta.push ? 7 : static_cast<int>(data.keys[0]);
+      std::fill(memory.begin(), memory.end(), value);
+      lens[0] = value == 5 ? 3 : 2;
+      KVPairs<int> res;
+      if (!meta.push) {
+        res.vals = SArray<int>(memory.data(), memory.size());
+        res.lens = SArray<int>(lens.data(), lens.size());
+        std::this_thread::sleep_for(std::chrono::milliseconds(30));
+      }
+      server->Response(meta, res);
+    });
+    return;
+  }
+  KVWorker<int> kv(0, 0);
+  std::vector<int> a, b, lens;
+  const int first = kv.Pull({5}, &a, &lens), second = kv.Pull({6}, &b);
+  kv.Wait(kv.Push({8}, {1}));
+  kv.Wait(first);
+  kv.Wait(second);
+  EXPECT(a == std::vector<int>(3, 5) && lens == std::vector<int>{3});
+  EXPECT(b == std::vector<int>(3, 6));
+}
+
 // With lens, the memory may be larger than what the servers have.
 SCENE(more_memory_than_values, 1, 3) {
   if (IsServer()) {
@@ -306,6 +355,36 @@ BARE_SCENE(callbacks_of_requests_that_have_ended, 1, 2) {
                  kv.Wait(wrong));
   }
   Finalize(0, role, true);
+}
+
+// Memory that is let go of, and a callback that is, may make requests.
+SCENE(requests_of_a_deleter, 1, 1) {
+  if (IsServer()) {
+    serve<float>(KVServerDefaultHandle<float>());
+    return;
+  }
+  KVWorker<float> kv(0, 0);
+  std::atomic<int> deleted{0};
+  float one = 1;
+  const auto array = [&] {
+    return SArray<float>(&one, 1, [&](float *) {
+      kv.Wait(kv.Push({2}, {1}));
+      deleted++;
+    });
+  };
+  kv.Wait(kv.ZPush(SArray<Key>{1}, array()));
+  EXPECT_EQ(deleted.load(), 1);
+  kv.Wait(kv.ZPush(SArray<Key>{1}, array(), {}, 0, [] {}));
+  EXPECT_EQ(deleted.load(), 2);
+  const int last = kv.Push({1}, {1}, {}, 0, [captured = array()] {});
+  kv.Wait(last);
+  EXPECT_EQ(deleted.load(), 3);
+  EXPECT_THROW(fserver::ConfigError, "keys[1] is 1 after 2",
+               kv.ZPush(SArray<Key>{2, 1}, array()));
+  EXPECT_EQ(deleted.load(), 4);
+  std::vector<float> got;
+  kv.Wait(kv.Pull({1, 2}, &got));
+  EXPECT(got[0] == 3 && got[1] == 4);
 }
 
 SCENE(several_apps_and_customers, 2, 2) {

@@ -122,7 +122,9 @@ SCENE(lists_of_a_request, 1, 2) {
   EXPECT_THROW(fserver::ConfigError, "keys[1] is 1 after 2",
                kv.Pull({2, 1}, &three));
   EXPECT_THROW(fserver::ShapeError, "vals has 3 values for 2 keys",
-               kv.Pull({1, 2}, &three));
+               kv.Push({1, 2}, three));
+  EXPECT_THROW(fserver::RefusedError, "has 2 values, want 3",
+               kv.Wait(kv.Pull({1, 2}, &three)));
   EXPECT_THROW(fserver::ShapeError, "there is no key", kv.Pull({}, &three));
   std::vector<int> lens(3);
   std::vector<float> two(2);

@@ -158,8 +158,10 @@ inline void check(const Ask &a) {
            " keys: give none, or one for each");
   if (keys == 0 && vals)
     refuse("vals has " + n(vals) + " values, but there is no key");
-  if (a.op == Op::kPull || a.lens.empty()) {
-    if (!a.wants_lens && keys && vals % keys)
+  if (a.op == Op::kPull)
+    return;
+  if (a.lens.empty()) {
+    if (keys && vals % keys)
       refuse("vals has " + n(vals) + " values for " + n(keys) +
              " keys: give a multiple of the keys, or lens");
     return;

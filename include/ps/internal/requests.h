@@ -320,8 +320,11 @@ private:
       for (const Piece &p : *a.pieces)
         static_cast<Piece &>(r.parts.at(r.used++)) = p;
     }
-    // With lens, what each of several servers has is not known.
-    if (a.op == Op::kPull && (a.vals.empty() || (a.wants_lens && r.used > 1)) &&
+    // Keys with different numbers of values: what each of several servers has is not known.
+    const bool unlike =
+        a.wants_lens ||
+        (!a.keys.empty() && a.vals.size() / a.width % a.keys.size());
+    if (a.op == Op::kPull && (a.vals.empty() || (unlike && r.used > 1)) &&
         r.used)
       r.op = Op::kSize;
   }
