@@ -344,6 +344,18 @@ CASE(a_check_that_fails_ends_the_program) {
   EXPECT(signal == SIGABRT && ends_with(text, "is null\n"));
 }
 
+// A check that fails has evaluated its arguments once.
+CASE(arguments_of_a_check) {
+  int calls = 0;
+  const auto [text, signal] = output([&calls] { CHECK_LT(++calls, 1); });
+  EXPECT_EQ(signal, SIGABRT);
+  EXPECT(ends_with(text, ": check failed: ++calls < 1 (1 and 1) \n"));
+  if (calls == 0)
+    CHECK_EQ(text.size(), text.size() + 0u); // neither is the next line's
+  else
+    CHECK_EQ(calls, 0);
+}
+
 // StepMesh's names of the same.
 CASE(a_check_of_stepmesh) {
   PS_CHECK_EQ(1, 1) << "never said";

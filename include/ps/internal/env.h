@@ -11,6 +11,15 @@
 
 namespace ps {
 
+namespace detail {
+
+// Whether a text is empty, or white space alone.
+inline bool is_blank(const char *text) {
+  return text[std::strspn(text, " \t\n\v\f\r")] == 0;
+}
+
+} // namespace detail
+
 // The variables of the process, and those that Init has set, which come first.
 class Environment {
 public:
@@ -36,7 +45,7 @@ public:
   const char *find(const char *name, T *out, T otherwise) const {
     *out = otherwise;
     const char *text = find(name);
-    if (!text || is_blank(text))
+    if (!text || detail::is_blank(text))
       return nullptr;
     std::istringstream in(text);
     if (!(in >> *out) || !(in >> std::ws).eof())
@@ -44,11 +53,6 @@ public:
                                  ": want a value of the kind of " +
                                  show(otherwise));
     return text;
-  }
-
-  // Whether a text is empty, or white space alone.
-  static bool is_blank(const char *text) {
-    return text[std::strspn(text, " \t\n\v\f\r")] == 0;
   }
 
   // What Init has set.
@@ -71,7 +75,7 @@ namespace detail {
 // The value of a setting of fserver; null if it is not set or blank.
 inline const char *setting(const char *name) {
   const char *text = Environment::Get()->find(name);
-  return text && !Environment::is_blank(text) ? text : nullptr;
+  return text && !is_blank(text) ? text : nullptr;
 }
 
 } // namespace detail

@@ -4,8 +4,9 @@
 #include <cstdlib>
 #include <type_traits>
 
-#include "dmlc/logging.h"
+#include "dmlc/logging.h" // or dmlc-core's
 #include "ps/internal/env.h"
+#include "ps/internal/log.h"
 
 #ifndef DISALLOW_COPY_AND_ASSIGN
 #define DISALLOW_COPY_AND_ASSIGN(Type)                                         \

@@ -1,0 +1,118 @@
+// The log, and checks. For the other headers alone: a program may have another dmlc/logging.h than ours.
+#pragma once
+
+#include <ctime>
+
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <sstream>
+#include <string>
+
+namespace ps::detail {
+
+// One line of the log, which is written, in one piece, by the destructor.
+class LogMessage {
+public:
+  LogMessage(const char *level, const char *file, int line) {
+    const std::time_t now = std::time(nullptr);
+    std::tm local{};
+    localtime_r(&now, &local);
+    char at[16];
+    std::strftime(at, sizeof at, "%H:%M:%S", &local);
+    stream_ << "[" << at << "] " << level << " " << file << ":" << line << ": ";
+  }
+  LogMessage(const LogMessage &) = delete;
+  LogMessage &operator=(const LogMessage &) = delete;
+  ~LogMessage() {
+    stream_ << "\n";
+    const std::string text = stream_.str();
+    std::fwrite(text.data(), 1, text.size(), stderr);
+  }
+  std::ostream &stream() { return stream_; }
+
+private:
+  std::ostringstream stream_;
+};
+
+// The last line of a process.
+class LogMessageFatal {
+public:
+  LogMessageFatal(const char *file, int line) {
+    message_ = new LogMessage("FATAL", file, line);
+  }
+  LogMessageFatal(const LogMessageFatal &) = delete;
+  LogMessageFatal &operator=(const LogMessageFatal &) = delete;
+  [[noreturn]] ~LogMessageFatal() {
+    delete message_;
+    std::abort();
+  }
+  std::ostream &stream() { return message_->stream(); }
+
+private:
+  LogMessage *message_;
+};
+
+// Makes an expression with << one of type void, for the conditional operator.
+struct Nothing {
+  void operator&(std::ostream &) {}
+};
+
+// Literals have a sign that a program has not chosen.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wsign-compare"
+#define FSERVER_COMPARES(Name, op)                                             \
+  struct Name {                                                                \
+    template <class A, class B> static bool holds(const A &a, const B &b) {    \
+      return a op b;                                                           \
+    }                                                                          \
+  }
+FSERVER_COMPARES(Eq, ==);
+FSERVER_COMPARES(Ne, !=);
+FSERVER_COMPARES(Lt, <);
+FSERVER_COMPARES(Le, <=);
+FSERVER_COMPARES(Gt, >);
+FSERVER_COMPARES(Ge, >=);
+#undef FSERVER_COMPARES
+#pragma GCC diagnostic pop
+
+// Returns a text with two values if they do not compare so, else null.
+template <class Compares, class A, class B>
+std::unique_ptr<std::string> unlike(const A &a, const B &b) {
+  if (Compares::holds(a, b))
+    return nullptr;
+  std::ostringstream s;
+  s << " (" << a << " and " << b << ") ";
+  return std::make_unique<std::string>(s.str());
+}
+
+template <class T>
+T not_null(const char *file, int line, const char *what, T &&p) {
+  if (p == nullptr)
+    LogMessageFatal(file, line).stream()
+        << "check failed: " << what << " is null";
+  return static_cast<T &&>(p);
+}
+
+} // namespace ps::detail
+
+#define FSERVER_LOG_INFO ::ps::detail::LogMessage("INFO", __FILE__, __LINE__)
+#define FSERVER_LOG_WARNING                                                    \
+  ::ps::detail::LogMessage("WARNING", __FILE__, __LINE__)
+#define FSERVER_LOG_ERROR ::ps::detail::LogMessage("ERROR", __FILE__, __LINE__)
+#define FSERVER_LOG_FATAL ::ps::detail::LogMessageFatal(__FILE__, __LINE__)
+#define FSERVER_LOG_DEBUG FSERVER_LOG_INFO
+#define FSERVER_LOG_IF(condition, severity)                                    \
+  !(condition) ? (void)0                                                       \
+               : ::ps::detail::Nothing() & FSERVER_LOG_##severity.stream()
+#define FSERVER_CHECK(condition)                                               \
+  FSERVER_LOG_IF(!(condition), FATAL) << "check failed: " #condition " "
+// Compares values, which are evaluated once, and says which they were. A loop, which ends the process in its first round,
+// takes part in no "else" of the program.
+#define FSERVER_CHECK_OP(Name, a, op, b)                                       \
+  while (const auto fserver_unlike =                                           \
+             ::ps::detail::unlike<::ps::detail::Name>((a), (b)))               \
+  FSERVER_LOG_FATAL.stream()                                                   \
+      << "check failed: " #a " " #op " " #b << *fserver_unlike
+#define FSERVER_CHECK_NOTNULL(p)                                               \
+  ::ps::detail::not_null(__FILE__, __LINE__, #p, p)
