@@ -387,6 +387,13 @@ class Scheduler(Node):
     _methods = ("barrier",)
     _load = staticmethod(_loader.engine)
 
+    @classmethod
+    def _of(cls, settings: dict[str, str]) -> Self:
+        """Opens one with settings that have been merged with the environment."""
+        node = cls.__new__(cls)
+        node._open(settings)
+        return node
+
     @property
     def scheduler(self) -> str:
         """The scheduler's ``"host:port"`` for the other nodes, also if the port was 0."""

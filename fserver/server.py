@@ -55,7 +55,7 @@ class Server(Node):
             raise ConfigError(f"FSERVER_HOST_SCHEDULER={hosts!r}: want 0, 1, off or on")
         if hosts.lower() in ("1", "on"):
             own = {**settings, "FSERVER_HOST_SCHEDULER": "0"}
-            self._hosted = Scheduler(settings=own, connect=False)
+            self._hosted = Scheduler._of(own)
             host, port = split_address(self._hosted.scheduler)
             settings = {**settings, "DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": port}
         try:

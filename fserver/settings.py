@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fserver import _loader
@@ -73,8 +73,9 @@ def texts(arguments: Mapping[str, Any]) -> dict[str, str]:
         ConfigError: ``arguments`` is no mapping, or a name is no text.
     """
     if not isinstance(arguments, Mapping):
-        raise ConfigError(
-            f'settings is {arguments!r:.80}, want names and values, as {{"FSERVER_LOG": "warn"}}'
+        raise ConfigError(  # the value is not shown: maybe a secret
+            f"settings is a {type(arguments).__name__}, want names and values, as "
+            '{"FSERVER_LOG": "warn"}'
         )
     for name in arguments:
         if not isinstance(name, str):
@@ -83,14 +84,18 @@ def texts(arguments: Mapping[str, Any]) -> dict[str, str]:
     return {n: str(int(v)) if isinstance(v, bool) else str(v) for n, v in given.items()}
 
 
-def check_names(arguments: Iterable[str]) -> None:
-    """Checks the names of arguments. Those that look like no setting are left alone: all of an
-    environment may be given.
+def check_names(arguments: Mapping[str, str]) -> None:
+    """Checks the names of arguments. Those that look like no setting are left alone, and those that
+    the environment has with the same values: all of an environment may be given.
 
     Raises:
         ConfigError: a name is that of no setting and looks like one.
     """
-    strange = [n for n in arguments if n not in _spellings() and n != _OF_THE_BUILD]
+    strange = [
+        name
+        for name, value in arguments.items()
+        if name not in {*_spellings(), _OF_THE_BUILD} and os.environ.get(name) != value
+    ]
     lines = [f"{name.upper()}=" for name in strange]
     unknown = json.loads(_loader.engine().settings(lines))["unknown"] if strange else ()
     meant = {row["name"]: row["nearest"] for row in unknown}
@@ -113,13 +118,19 @@ _GIVES_WAY = {
 }
 _LOCAL = ("127.", "::1", "localhost")
 
+# The values with which an older spelling of a setting leaves the choice to others; else only an
+# empty one does.
+_SAYS_NOTHING = {"FSERVER_TRANSPORT": ("", "0", "off")}
+
 
 def merged(arguments: Mapping[str, str]) -> dict[str, str]:
     """Returns what a node takes from arguments and from the environment. Arguments take precedence,
     also over another setting of the environment that would leave them without effect."""
     values = {**inherited(), **arguments}
     for name, value in arguments.items():  # the environment may have newer spellings of it
-        row = _spellings().get(name, (name,)) if value not in ("", "0") else (name,)
+        row = _spellings().get(name, (name,))
+        if value.strip().lower() in _SAYS_NOTHING.get(row[0], ("",)):
+            continue
         for newer in row[: row.index(name)]:
             if newer not in arguments:
                 values.pop(newer, None)

@@ -85,11 +85,19 @@ func (s *Scheduler) fill() {
 	}
 }
 
-// refuseSeeker refuses a member that has waited for a place in vain.
-func (s *Scheduler) refuseSeeker(c *conn) {
-	s.seeking = slices.DeleteFunc(s.seeking, func(o *conn) bool { return o == c })
-	c.giveUp = 0
-	s.turnAway(c, who(c.Role, NoRank), s.full(c.Role))
+// refuseSeekers refuses members that have waited for a place in vain, once those have places for whom there are some by now.
+func (s *Scheduler) refuseSeekers(due []*conn) {
+	if len(due) == 0 || s.phase != running {
+		return
+	}
+	s.fill()
+	for _, c := range due {
+		if c.giveUp != 0 {
+			s.seeking = slices.DeleteFunc(s.seeking, func(o *conn) bool { return o == c })
+			c.giveUp = 0
+			s.turnAway(c, who(c.Role, NoRank), s.full(c.Role))
+		}
+	}
 }
 
 // refuseWaiting refuses all who wait for a place.

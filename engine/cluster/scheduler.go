@@ -125,7 +125,9 @@ func (s *Scheduler) Step(now int64, in Input) []Output {
 	}
 	if late := s.hb.step(now); late != 0 {
 		for _, c := range s.conns {
-			c.heard += late
+			if c.heard += late; c.giveUp != 0 {
+				c.giveUp += late
+			}
 		}
 		s.scan = now
 	}
@@ -269,6 +271,7 @@ func (s *Scheduler) tick() {
 // endDue ends the connections whose time is over, and notes when the next one is.
 func (s *Scheduler) endDue() {
 	var due []int64
+	var seekers []*conn
 	for id, c := range s.conns {
 		if s.now >= s.deadline(c) {
 			due = append(due, id)
@@ -286,7 +289,7 @@ func (s *Scheduler) endDue() {
 			s.taken(c.waits)
 			continue
 		case c.giveUp != 0:
-			s.refuseSeeker(c)
+			seekers = append(seekers, c)
 			continue
 		case c.member:
 			why = s.hb.reason()
@@ -294,6 +297,7 @@ func (s *Scheduler) endDue() {
 		s.emit(Output{Kind: Close, Conn: id})
 		s.drop(c, why)
 	}
+	s.refuseSeekers(seekers)
 	s.scan = Never
 	for _, c := range s.conns {
 		s.scan = min(s.scan, s.deadline(c))

@@ -159,7 +159,7 @@ func (w *Worker) keyed(t *Ticket, s *server) bool {
 	if good || t.renewing {
 		return good
 	}
-	t.renewing = true
+	t.renewing, t.exposed = true, true
 	t.ops++
 	calm := w.keys.calm(t.regs[first:end])
 	w.keys.letGo(t.regs[first:end])
@@ -167,7 +167,10 @@ func (w *Worker) keyed(t *Ticket, s *server) bool {
 	w.later(func() {
 		if err = calm.wait(); err != nil {
 			err = fmt.Errorf("exchange: push_pull: %w", err)
-		} else if err = w.acquire(t, s.index); err == nil {
+			return
+		}
+		t.exposed = false
+		if err = w.acquire(t, s.index); err == nil {
 			err = w.keys.source(t, true)
 		}
 	}, func() {

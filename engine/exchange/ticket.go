@@ -34,22 +34,23 @@ var ErrNoTicket = errors.New("exchange: no such ticket")
 // Ticket is one push-pull, or one answer, on its way. Between Begin and Submit
 // it is the caller's, then the owner's.
 type Ticket struct {
-	tb    *Table
-	id    uint64 // also the User of its operations
-	rec   *record
-	push  []Tensor // of an answer: its tensors
-	pull  []Tensor
-	spans []mem.Span // of push: what the operations' sources point to
-	dims  []int64    // what the tensors' Dims point to
-	legs  []leg      // one per server
-	plan  *plan
-	on    string // the channel that it goes through; onUnicasts: one server alone has it,
-	only  place  // this one
-	open  int    // legs that have not ended
-	ops   int    // operations that have not ended
-	err   error
-	turn  uint64 // of a push_pull: its place among all of its worker
-	torn  bool   // see Regroup
+	tb      *Table
+	id      uint64 // also the User of its operations
+	rec     *record
+	push    []Tensor // of an answer: its tensors
+	pull    []Tensor
+	spans   []mem.Span // of push: what the operations' sources point to
+	dims    []int64    // what the tensors' Dims point to
+	legs    []leg      // one per server
+	plan    *plan
+	on      string // the channel that it goes through; onUnicasts: one server alone has it,
+	only    place  // this one
+	open    int    // legs that have not ended
+	ops     int    // operations that have not ended
+	err     error
+	turn    uint64 // of a push_pull: its place among all of its worker
+	torn    bool   // see Regroup
+	exposed bool   // it has let go of keys with which a lost peer may write
 
 	stream uint64 // what is pushed is not read before what was queued there has run,
 	behind bool   // if this says so: then
@@ -285,7 +286,8 @@ func (tb *Table) settle(t *Ticket, err error) {
 	if t.open != 0 || t.ops != 0 {
 		return
 	}
-	if over, shared := tb.keys.letGo(t.regs); tb.quiesce(t, over, shared && t.err != nil) { // nobody may write when t has ended
+	over, shared := tb.keys.letGo(t.regs)
+	if tb.quiesce(t, over, (shared || t.exposed) && t.err != nil) { // nobody may write when t has ended
 		return
 	}
 	t.rec.stamps[trace.Completed] = tb.found
@@ -339,7 +341,7 @@ func (tb *Table) release(t *Ticket) {
 	}
 	t.behind = false
 	t.push, t.pull, t.spans, t.dims, t.legs = t.push[:0], t.pull[:0], t.spans[:0], t.dims[:0], t.legs[:0]
-	t.plan, t.on, t.only, t.err, t.request, t.open, t.torn, t.renewing = nil, "", nowhere, nil, nil, 0, false, false
+	t.plan, t.on, t.only, t.err, t.request, t.open, t.torn, t.exposed, t.renewing = nil, "", nowhere, nil, nil, 0, false, false, false
 	t.regs, t.rings = t.regs[:0], 0
 	t.fails, t.why = false, ""
 	tb.mu.Lock()

@@ -186,19 +186,20 @@ class WorkerSide(Side):
 
     def _wait(self, call: str) -> None:
         """For the answer; ends early when a peer that has not given its own closes its side."""
-        if self._handler is None:
+        handler = self._handler  # a signal handler may close this side meanwhile
+        if handler is None:
             return
         self._caller.begin(call)
         closed = False
         while True:
             try:
-                self._node.wait(self._handler, self._caller.slice_ms())
+                self._node.wait(handler, self._caller.slice_ms())
                 self._handler = None
                 return
             except TimeoutError:
                 self._caller.check()
             try:
-                self._node.channel_awaits(self._channel, self._handler)
+                self._node.channel_awaits(self._channel, handler)
                 closed = False
             except ClosedError:
                 if closed:

@@ -339,7 +339,8 @@ class StreamSide(Side):
         _kept.append(self)
         for side in list(_unfinished):
             # One that was captured is known by a wait for all of the GPU, as this one just made.
-            if self._gpu.captured or not side._gpu.captured:
+            waited = self._gpu.captured and self._gpu.device == side._gpu.device
+            if waited or not side._gpu.captured:
                 with contextlib.suppress(Exception):
                     side._gpu.finished(0)
                     _unfinished.remove(side)

@@ -15,7 +15,7 @@ import re
 import select
 import shutil
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 
 from . import tracebacks
@@ -45,7 +45,8 @@ class Screen:
         self._unread, self._late = unread, late
         self.tty = {fd: os.isatty(fd) for fd in (1, 2)}
         self._bar = False  # a progress bar stands in the last line
-        self._waiting: deque[tuple[int, bytes]] = deque()
+        # What is to be written, by file: the first is being written.
+        self._waiting = defaultdict[object, deque[tuple[int, bytes]]](deque)
         self._raised: dict[str, float] = {}  # when an exception was printed last
 
     def stream(self, fd: int, name: str, number: int, holds: bool = False) -> "Stream":
@@ -73,19 +74,20 @@ class Screen:
             self._write(fd, ERASE + text)
 
     def _write(self, fd: int, data: bytes) -> None:
-        self._waiting.append((fd, data))
-        if len(self._waiting) > 1:  # a signal has come while a write waits, which is in a line
+        waiting = self._waiting[_file(fd)]
+        waiting.append((fd, data))
+        if len(waiting) > 1:  # a signal has come while a write to it waits, which is in a line
             return
         try:
-            while self._waiting:
+            while waiting:
                 try:
-                    write(*self._waiting[0], self._late)
+                    write(*waiting[0], self._late)
                 except BrokenPipeError:
                     if not self._unread():
                         raise
-                self._waiting.popleft()
+                waiting.popleft()
         finally:
-            self._waiting.clear()
+            waiting.clear()
 
     def printed(self, exception: str) -> None:
         """A traceback that ends with this exception has been printed."""
@@ -188,6 +190,15 @@ class Stream:
 def _shown(line: bytes) -> bytes:
     """What a terminal shows of a line that is overwritten from its start at each \\r."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+def _file(fd: int) -> object:
+    """Identifies what a descriptor is of. Two may be of one file."""
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return fd
+    return found.st_dev, found.st_ino
 
 
 def _takes(fd: int) -> bool:

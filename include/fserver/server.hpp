@@ -310,7 +310,10 @@ private:
 
   // Opens the scheduler of this process, if it is wanted, and points the settings to it.
   static Hosted hosted(detail::Settings settings) {
-    const std::string wants = settings.take("FSERVER_HOST_SCHEDULER");
+    std::string wants = settings.take("FSERVER_HOST_SCHEDULER");
+    const char *const blanks = " \t\n\v\f\r";
+    wants.erase(0, wants.find_first_not_of(blanks));
+    wants.erase(wants.find_last_not_of(blanks) + 1);
     Hosted h{std::move(settings), nullptr};
     if (wants.empty() || wants == "0" || wants == "off")
       return h;

@@ -111,8 +111,8 @@ public:
 
   // Sends all push tensors to every server, and has every server write its answers into the pull
   // tensors: pull[i * Q + j] takes answer j of server i, which has as many bytes, of any dtype. Returns at
-  // once, but waits while a request of a KVWorker of this node is 3,000 push_pulls behind; the tensors are kept until the
-  // request has completed. need_event: the tensors, also those on
+  // once, but waits while a request of a KVWorker of this node is 3,000 push_pulls behind, for at most 10 s (then
+  // fserver::LimitError); the tensors are kept until the request has completed. need_event: the tensors, also those on
   // the CPU, are sent behind what is queued on the current stream of the node's GPU, which is not being
   // captured. Returns the first of P + Q numbers, counted from 0 in a process, and after 2^30 - 1 again.
   //
@@ -129,8 +129,7 @@ public:
     const auto memory = std::make_shared<KeyTensorBatch>(std::move(kept));
     const auto after =
         need_event ? internal::CurrentStream(gpu_) : std::nullopt;
-    while (!node_->has_room()) {
-    }
+    node_->wait_for_room("ZBatchPushPull");
     const auto started = std::chrono::steady_clock::now();
     const std::size_t servers = static_cast<std::size_t>(worker_.servers());
     const int count = static_cast<int>(push.size() + pull.size() / servers);

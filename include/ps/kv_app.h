@@ -51,7 +51,7 @@ public:
   // then keeps its memory for good.
   ~KVWorker() override {
     if (!requests_->drain(std::chrono::seconds(5)))
-      (void)requests_.release();
+      requests_.release()->leave();
   }
 
   // Pushes copies of lists. lens: how many values each key has; empty: all have as many.

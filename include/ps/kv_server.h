@@ -92,8 +92,10 @@ public:
   // If res does not have what the worker has asked for, the request is refused, and the worker's Wait throws. It may have
   // fewer values, in memory of the CPU, if the worker takes lens. Does nothing if the worker is gone. Throws fserver::ShapeError if the request has been answered.
   void Response(const KVMeta &req, const KVPairs<Val> &res = KVPairs<Val>()) {
+    detail::ServerNode::Gone gone; // other answers, let go of without a lock
     if (req.push) {
-      node_->answer(req.addr, [](Answer &, fserver::Tensor *) { return 0u; });
+      node_->answer(req.addr, &gone,
+                    [](Answer &, fserver::Tensor *) { return 0u; });
       return;
     }
     if (req.op == detail::Op::kSize)
@@ -141,7 +143,7 @@ private:
     explicit TheApp(KVServer &server) : server_(server) {}
     bool ready() const override { return server_.handle_ != nullptr; }
     void take(const detail::Taken &taken) override { server_.serve(taken); }
-    void tend() override { server_.tend(); }
+    std::shared_ptr<void> tend() override { return server_.tend(); }
 
   private:
     KVServer &server_;
@@ -238,7 +240,8 @@ private:
     if (fewer && vals.empty())
       return node_->fail(req.addr, "the server has no memory for " +
                                        std::to_string(req.vals) + " values");
-    node_->answer(req.addr, [&](Answer &a, fserver::Tensor *t) {
+    detail::ServerNode::Gone gone;
+    node_->answer(req.addr, &gone, [&](Answer &a, fserver::Tensor *t) {
       a.vals = vals;
       a.lens = lens;
       const int device = a.vals.src_device_type_ == GPU ? a.vals.src_device_id_
@@ -285,12 +288,13 @@ private:
   // that was lost meanwhile cannot be answered, so it keeps nothing in the place of its successor's. fetch waits for the
   // lock.
   void keep(const KVMeta &req, const KVPairs<Val> &res) {
-    Kept copy = copy_of(res); // before the answer, since it may throw
-    KeptFor gone;             // is let go of without the lock
+    Kept copy = copy_of(res);      // before the answer, since it may throw
+    KeptFor gone;                  // is let go of without the lock,
+    detail::ServerNode::Gone sent; // as are other answers
     std::lock_guard<std::mutex> lock(mutex_);
     const std::uint32_t lost = losses(req.worker); // before the answer
     const bool there =
-        node_->answer(req.addr, [&](Answer &a, fserver::Tensor *t) {
+        node_->answer(req.addr, &sent, [&](Answer &a, fserver::Tensor *t) {
           a.count = res.vals.size();
           t[0] = fserver::Tensor(&a.count, fserver::DType::kUInt8,
                                  {sizeof a.count});
@@ -336,15 +340,16 @@ private:
     send(req, res);
   }
 
-  // Lets go of what is kept for workers that are lost.
-  void tend() {
-    std::unordered_map<int, KeptFor> gone; // is let go of without the lock
+  // Returns what is kept for workers that are lost.
+  std::shared_ptr<void> tend() {
+    const auto gone = std::make_shared<std::unordered_map<int, KeptFor>>();
     std::lock_guard<std::mutex> lock(mutex_);
     for (auto it = kept_.begin(); it != kept_.end();) {
       const auto kept = it++;
       if (kept->second.losses != losses(kept->first))
-        gone.insert(kept_.extract(kept));
+        gone->insert(kept_.extract(kept));
     }
+    return gone;
   }
 
   const Postoffice &office_;

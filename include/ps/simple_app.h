@@ -165,10 +165,11 @@ protected:
   // first: the timestamp of the first request.
   SimpleApp(int app_id, int customer_id, Postoffice *office, int first)
       : customer_(app_id, customer_id), letters_(office->letters("SimpleApp")),
-        on_request_(
-            [](const SimpleData &r, SimpleApp *app) { app->Response(r); }),
-        on_response_([](const SimpleData &, SimpleApp *) {}), first_(first),
-        next_(first) {
+        on_request_(std::make_shared<const Handle>(
+            [](const SimpleData &r, SimpleApp *app) { app->Response(r); })),
+        on_response_(std::make_shared<const Handle>(
+            [](const SimpleData &, SimpleApp *) {})),
+        first_(first), next_(first) {
     letters_->add(app_id, customer_id, this);
     thread_ = std::thread([this] { run(); });
   }
@@ -218,12 +219,15 @@ private:
                                             : kScheduler;
   }
 
-  void set(Handle &handle, const Handle &to, const char *call) {
+  // What a handle has captured is the program's, and goes without the lock.
+  using Shared = std::shared_ptr<const Handle>;
+  void set(Shared &handle, const Handle &to, const char *call) {
     if (!to)
       throw fserver::ConfigError(std::string("SimpleApp: ") + call +
                                  ": the handle is empty");
+    Shared next = std::make_shared<const Handle>(to);
     std::lock_guard<std::mutex> lock(mutex_);
-    handle = to;
+    handle.swap(next);
   }
   void fail(int timestamp, std::exception_ptr error) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -359,15 +363,16 @@ private:
   }
   void handle_request(std::unique_lock<std::mutex> &lock,
                       const detail::Letter &l) {
-    const Handle handle = on_request_;
+    Shared handle = on_request_;
     lock.unlock();
     try {
-      handle(data_of(l), this);
+      (*handle)(data_of(l), this);
     } catch (const std::exception &e) {
       letters_->refuse(l, e.what());
     } catch (...) {
       letters_->refuse(l, "the handler has thrown what is no std::exception");
     }
+    handle.reset();
     lock.lock();
   }
   void handle_response(std::unique_lock<std::mutex> &lock,
@@ -381,9 +386,10 @@ private:
     if (l.head.kind == detail::LetterHead::kRefusal) {
       error = refused(l);
     } else {
-      const Handle handle = on_response_;
+      Shared handle = on_response_;
       lock.unlock();
-      error = capture([&] { handle(data_of(l), this); });
+      error = capture([&] { (*handle)(data_of(l), this); });
+      handle.reset();
       lock.lock();
     }
     const auto it = asked_.find(l.head.timestamp);
@@ -400,7 +406,7 @@ private:
   const std::shared_ptr<detail::Letters> letters_;
   std::mutex mutex_; // of what follows
   std::condition_variable changed_;
-  Handle on_request_, on_response_;
+  Shared on_request_, on_response_;
   std::deque<detail::Letter> letters_in_;
   std::size_t bytes_in_ = 0;
   std::map<int, Asked> asked_; // by timestamp

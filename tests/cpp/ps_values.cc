@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <map>
 #include <numeric>
 #include <sstream>
 
@@ -354,6 +355,23 @@ CASE(arguments_of_a_check) {
     CHECK_EQ(text.size(), text.size() + 0u); // neither is the next line's
   else
     CHECK_EQ(calls, 0);
+}
+
+// Values that a stream does not take, and null pointers of C.
+CASE(checks_of_many_types) {
+  enum class Colour { kRed, kBlue };
+  std::map<int, int> map{{1, 2}};
+  int *const none = nullptr;
+  CHECK_NE(map.find(1), map.end());
+  CHECK_EQ(Colour::kRed, Colour::kRed);
+  CHECK_NE(map.begin()->second, 0);
+  CHECK_EQ(none, 0);
+  CHECK_NE(&map, 0);
+  const auto [text, signal] =
+      output([] { CHECK_EQ(Colour::kRed, Colour::kBlue); });
+  EXPECT_EQ(signal, SIGABRT);
+  EXPECT(ends_with(text,
+                   " (a value that has no << and a value that has no <<) \n"));
 }
 
 // StepMesh's names of the same.

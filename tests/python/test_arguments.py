@@ -699,6 +699,8 @@ def test_an_argument_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch
         ("FSERVER_SECRET=12345678", {"FSERVER_SECRET_FILE": ""}, "FSERVER_SECRET=12345678"),
         ("FSERVER_TRANSPORT=tcp", {"DMLC_ENABLE_RDMA": "ibverbs"}, "FSERVER_TRANSPORT="),
         ("FSERVER_TRANSPORT=tcp", {"DMLC_ENABLE_RDMA": "0"}, "FSERVER_TRANSPORT=tcp"),
+        ("FSERVER_TRANSPORT=tcp", {"DMLC_ENABLE_UCX": "off"}, "FSERVER_TRANSPORT=tcp"),
+        ("FSERVER_LOG=debug", {"PS_VERBOSE": "0"}, "FSERVER_LOG="),
         ("DMLC_ENABLE_RDMA=ibverbs", {"FSERVER_TRANSPORT": "tcp"}, "FSERVER_TRANSPORT=tcp"),
     ],
 )
@@ -718,8 +720,8 @@ def test_an_argument_has_effect(
         ({"fserver_transport": "tcp"}, "'fserver_transport'.*did you mean FSERVER_TRANSPORT"),
         ({"FSERVER_TRANPORT": "tcp"}, "'FSERVER_TRANPORT'.*did you mean FSERVER_TRANSPORT"),
         ({1: "tcp"}, "settings has the name 1: want text"),
-        (["FSERVER_LOG"], r"settings is \['FSERVER_LOG'\], want names and values"),
-        ("FSERVER_LOG=warn", "settings is 'FSERVER_LOG=warn', want names and values"),
+        (["FSERVER_SECRET=12345678"], "settings is a list, want names and values, as {[^1]*$"),
+        ("FSERVER_SECRET=12345678", "settings is a str, want names and values, as {[^1]*$"),
     ],
 )
 def test_settings_of_no_name(settings: Any, error: str) -> None:

@@ -4,6 +4,7 @@ the limit of wait begins, and when respond sends. The functions of fserver_lib k
 from __future__ import annotations
 
 import inspect
+import os
 import random
 import time
 from collections.abc import Callable
@@ -452,3 +453,15 @@ def test_a_torch_without_gpus(
         fserver.Worker(scheduler="127.0.0.1:1")
     given = dict(line.split("=", 1) for line in made.value.args[0])
     assert [v for k, v in given.items() if k == "STEPMESH_BACKEND"] == backend
+
+
+def test_names_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are no arguments, also where they are passed on: to the scheduler that a server hosts,
+    and by a program that gives all of its environment."""
+    for name in ("port", "DMLC_TRACKER_URI", "FSERVER_TRANPORT"):
+        monkeypatch.setenv(name, "1")
+    where = {"scheduler": "127.0.0.1:0", "backend": "CPU", "connect": False}
+    fserver.Server(host_scheduler=True, **where).close()
+    fserver.Server(settings=dict(os.environ), **where).close()
+    with pytest.raises(fserver.ConfigError, match="'port'"):
+        fserver.Server(settings={"port": "2"}, **where)

@@ -3,11 +3,15 @@
 
 #include <ctime>
 
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <ostream>
 #include <sstream>
 #include <string>
+#include <type_traits>
+#include <utility>
 
 namespace ps::detail {
 
@@ -64,7 +68,11 @@ struct Nothing {
 #define FSERVER_COMPARES(Name, op)                                             \
   struct Name {                                                                \
     template <class A, class B> static bool holds(const A &a, const B &b) {    \
-      return a op b;                                                           \
+      if constexpr (std::is_pointer_v<A> && std::is_integral_v<B>)             \
+        return reinterpret_cast<std::uintptr_t>(a)                             \
+            op static_cast<std::uintptr_t>(b); /* NULL */                      \
+      else                                                                     \
+        return static_cast<bool>(a op b);                                      \
     }                                                                          \
   }
 FSERVER_COMPARES(Eq, ==);
@@ -76,13 +84,30 @@ FSERVER_COMPARES(Ge, >=);
 #undef FSERVER_COMPARES
 #pragma GCC diagnostic pop
 
+// Whether a stream takes a T.
+template <class T, class = void> struct Shown : std::false_type {};
+template <class T>
+struct Shown<T, std::void_t<decltype(std::declval<std::ostream &>()
+                                     << std::declval<const T &>())>>
+    : std::true_type {};
+template <class T> void show(std::ostream &s, const T &value) {
+  if constexpr (Shown<T>::value)
+    s << value;
+  else
+    s << "a value that has no <<";
+}
+
 // Returns a text with two values if they do not compare so, else null.
 template <class Compares, class A, class B>
 std::unique_ptr<std::string> unlike(const A &a, const B &b) {
   if (Compares::holds(a, b))
     return nullptr;
   std::ostringstream s;
-  s << " (" << a << " and " << b << ") ";
+  s << " (";
+  show(s, a);
+  s << " and ";
+  show(s, b);
+  s << ") ";
   return std::make_unique<std::string>(s.str());
 }
 
@@ -102,6 +127,8 @@ T not_null(const char *file, int line, const char *what, T &&p) {
 #define FSERVER_LOG_ERROR ::ps::detail::LogMessage("ERROR", __FILE__, __LINE__)
 #define FSERVER_LOG_FATAL ::ps::detail::LogMessageFatal(__FILE__, __LINE__)
 #define FSERVER_LOG_DEBUG FSERVER_LOG_INFO
+#define FSERVER_LOG_TRACE FSERVER_LOG_INFO
+#define FSERVER_LOG_ALL FSERVER_LOG_INFO
 #define FSERVER_LOG_IF(condition, severity)                                    \
   !(condition) ? (void)0                                                       \
                : ::ps::detail::Nothing() & FSERVER_LOG_##severity.stream()

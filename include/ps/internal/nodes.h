@@ -182,6 +182,18 @@ struct WorkerNode {
     rest(oldest.handle, std::chrono::milliseconds(10));
     return false;
   }
+  // Waits until another push_pull may be started, for at most 10 s. Then throws fserver::LimitError.
+  void wait_for_room(const char *call) {
+    const auto end =
+        std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    while (!has_room()) {
+      if (std::chrono::steady_clock::now() > end)
+        throw fserver::LimitError(
+            std::string(call) +
+            ": a request of a KVWorker of this node has not ended, and 3,000 "
+            "push_pulls have been started since (Wait for it first)");
+    }
+  }
   // Waits for a push_pull, at most for so long; or a moment, if it has failed and its memory is still in use: no call waits
   // for that end.
   void rest(const fserver::Handle &h, fserver::Timeout limit) const {

@@ -307,15 +307,18 @@ private:
   // Makes the node if this customer is the first. For the others, returns what the first one promises.
   std::shared_future<void> open(int customer_id, int rank,
                                 std::promise<void> &done) {
+    std::shared_ptr<void> before; // what it kept is let go of without the lock
     std::lock_guard<std::mutex> lock(mutex_);
     if (!customers_.empty()) {
       customers_.insert(customer_id);
       return opening_;
     }
     if (is_worker())
-      worker_ = std::make_shared<detail::WorkerNode>(index_, rank);
+      before = std::exchange(
+          worker_, std::make_shared<detail::WorkerNode>(index_, rank));
     else if (is_server())
-      server_ = std::make_shared<detail::ServerNode>(index_, rank);
+      before = std::exchange(
+          server_, std::make_shared<detail::ServerNode>(index_, rank));
     else
       scheduler_ =
           std::make_shared<fserver::Scheduler>(detail::options_of(0, -1, true));

@@ -49,7 +49,8 @@ public:
   virtual bool ready() const = 0;
   virtual void take(const Taken &taken) = 0;
   // Lets go of what is kept for workers that are lost. Called now and then.
-  virtual void tend() = 0;
+  // Returns what it lets go of.
+  virtual std::shared_ptr<void> tend() = 0;
 
 protected:
   ~App() = default;
@@ -108,7 +109,7 @@ public:
   }
 
   // Answers a request. Returns false if the worker is gone. The answer is let go of by later calls, when it has been
-  // sent.
+  // sent: they move it to *gone.
   struct Answer {
     fserver::Handle handle;
     bool tried = false; // respond has returned
@@ -116,8 +117,10 @@ public:
     SArray<int> lens;
     std::uint64_t count = 0;
   };
-  template <class Fill> bool answer(std::uint64_t handler, Fill &&fill) {
-    Answer &a = answer();
+  using Gone = Underway<Answer>::Gone;
+  template <class Fill>
+  bool answer(std::uint64_t handler, Gone *gone, Fill &&fill) {
+    Answer &a = answer(gone);
     bool there = true;
     fserver::Tensor tensors[2];
     const std::size_t n = fill(a, tensors);
@@ -125,7 +128,9 @@ public:
       a.handle = respond(handler, {tensors, n});
     } catch (const fserver::PeerLostError &) { // nobody waits for it
       there = false;
-    } catch (...) {
+    } catch (...) { // nothing is sent
+      const SArray<char> vals = std::move(a.vals);
+      const SArray<int> lens = std::move(a.lens);
       tried(a);
       throw;
     }
@@ -221,9 +226,10 @@ private:
     if (!sized_ || now < tended_ + kTend)
       return;
     tended_ = now;
+    std::vector<std::shared_ptr<void>> gone; // is let go of without the lock
     std::lock_guard<std::recursive_mutex> lock(calling_);
     for (const auto &[id, app] : apps_)
-      app->tend();
+      gone.push_back(app->tend());
   }
 
   // Hands a request to its app, or keeps it until there is one.
@@ -333,12 +339,11 @@ private:
   }
 
   // A new answer, which stays where it is until it has been sent.
-  Answer &answer() {
-    Underway<Answer>::Gone gone;
+  Answer &answer(Gone *gone) {
     std::lock_guard<std::mutex> lock(mutex_);
     return answers_.add(
         [this](const Answer &a) { return a.tried && server.ended(a.handle); },
-        &gone);
+        gone);
   }
   void tried(Answer &a) {
     std::lock_guard<std::mutex> lock(mutex_);
