@@ -460,8 +460,8 @@ def test_names_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     and by a program that gives all of its environment."""
     for name in ("port", "DMLC_TRACKER_URI", "FSERVER_TRANPORT"):
         monkeypatch.setenv(name, "1")
-    where = {"scheduler": "127.0.0.1:0", "backend": "CPU", "connect": False}
-    fserver.Server(host_scheduler=True, **where).close()
-    fserver.Server(settings=dict(os.environ), **where).close()
+    options: dict[str, Any] = {"backend": "CPU", "connect": False}
+    fserver.Server(scheduler="127.0.0.1:0", host_scheduler=True, **options).close()
+    fserver.Scheduler(scheduler="127.0.0.1:0", settings=dict(os.environ), **options).close()
     with pytest.raises(fserver.ConfigError, match="'port'"):
-        fserver.Server(settings={"port": "2"}, **where)
+        fserver.Scheduler(scheduler="127.0.0.1:0", settings={"port": "2"}, **options)
