@@ -39,11 +39,12 @@ def main(argv: list[str]) -> int:
         if "=" not in argument:
             parser.error("an argument has no '=': want NAME=VALUE")  # not shown: maybe a secret
     arguments = dict(argument.split("=", 1) for argument in options.arguments)
+    found = settings(merged(arguments), set(arguments))
+    warned = {name["name"] for name in found["unknown"]}
     try:
-        check_names(arguments)
+        check_names({name: v for name, v in arguments.items() if name not in warned})
     except ConfigError as error:
         parser.error(str(error))
-    found = settings(merged(arguments), set(arguments))
     of = {s["name"]: s for s in found["settings"]}
     if of["DMLC_ROLE"]["origin"] == "default":
         missing = found["missing"]

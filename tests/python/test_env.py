@@ -77,6 +77,9 @@ def test_unknown_names_are_pointed_out(
         {"name": "DMLC_NUM_WORKERS", "nearest": "DMLC_NUM_WORKER"},
         {"name": "FSERVER_SECRETS", "nearest": "FSERVER_SECRET"},
     ]
+    with pytest.raises(SystemExit):
+        cli.main(["env", "transport=tcp"])
+    assert "did you mean FSERVER_TRANSPORT?" in capsys.readouterr().err
     monkeypatch.setenv("FSEVER_SECRET", "hunter2")
     _, err = run(capsys, "DMLC_PORT=many", status=1)
     assert "FSEVER_SECRET" in err and "FSERVER_SECRET)" in err and "hunter2" not in err
