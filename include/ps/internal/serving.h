@@ -228,6 +228,7 @@ private:
     tended_ = now;
     std::vector<std::shared_ptr<void>> gone; // is let go of without the lock
     std::lock_guard<std::recursive_mutex> lock(calling_);
+    gone.reserve(apps_.size());
     for (const auto &[id, app] : apps_)
       gone.push_back(app->tend());
   }
