@@ -81,7 +81,7 @@ class Server(Node):
     def stop(self) -> None:
         """Leaves the cluster together with all other nodes, and closes this one and its scheduler.
 
-        As ``Node.stop`` otherwise. With an exception of that, the scheduler is closed, too.
+        As ``Node.stop`` otherwise. If that raises, the scheduler is closed at once.
         """
         try:
             super().stop()

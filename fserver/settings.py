@@ -85,8 +85,8 @@ def texts(arguments: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_names(arguments: Mapping[str, str]) -> None:
-    """Checks the names of arguments. Those that look like no setting are left alone, and those that
-    the environment has with the same values: all of an environment may be given.
+    """Checks the names of arguments. A program may pass its whole environment: so names that do not
+    look like a setting are accepted, and variables with the value that the environment has.
 
     Raises:
         ConfigError: a name is that of no setting and looks like one.
@@ -118,8 +118,8 @@ _GIVES_WAY = {
 }
 _LOCAL = ("127.", "::1", "localhost")
 
-# The values with which an older spelling of a setting leaves the choice to others; else only an
-# empty one does.
+# The values of older spellings that say nothing, by setting. Of other settings only an empty value
+# says nothing.
 _SAYS_NOTHING = {"FSERVER_TRANSPORT": ("", "0", "off")}
 
 

@@ -85,7 +85,7 @@ func (s *Scheduler) fill() {
 	}
 }
 
-// refuseSeekers refuses members that have waited for a place in vain, once those have places for whom there are some by now.
+// refuseSeekers fills the places that are free by now. It refuses those of due, whose time is over, that got none.
 func (s *Scheduler) refuseSeekers(due []*conn) {
 	if len(due) == 0 || s.phase != running {
 		return
@@ -100,7 +100,7 @@ func (s *Scheduler) refuseSeekers(due []*conn) {
 	}
 }
 
-// refuseWaiting refuses all who wait for a place.
+// refuseWaiting refuses all that wait for a place: rivals of members, and members without a rank.
 func (s *Scheduler) refuseWaiting(why string) {
 	for _, c := range s.seats {
 		if c != nil && c.rival != nil {

@@ -316,8 +316,7 @@ func (r *registration) uncache() (ended bool) {
 	return true
 }
 
-// letGo takes the keys from a ticket. It returns those that end with it, and whether others that nothing new uses live on in
-// other tickets.
+// letGo takes the keys from a ticket. It returns those that end with it. shared: another ticket still has a key that was revoked.
 func (ks *keys) letGo(regs []*registration) (over []freed, shared bool) {
 	if len(regs) == 0 {
 		return nil, false

@@ -50,7 +50,7 @@ type Ticket struct {
 	err     error
 	turn    uint64 // of a push_pull: its place among all of its worker
 	torn    bool   // see Regroup
-	exposed bool   // it has let go of keys with which a lost peer may write
+	exposed bool   // a lost peer may still write with keys that it had
 
 	stream uint64 // what is pushed is not read before what was queued there has run,
 	behind bool   // if this says so: then
@@ -296,8 +296,8 @@ func (tb *Table) settle(t *Ticket, err error) {
 	tb.news = true
 }
 
-// quiesce has t wait for the end of keys, and with conns for that of all Conns of lost peers, which may know keys that live on.
-// It reports whether there was something to wait for.
+// quiesce has t wait until the keys in over have ended. With conns it also waits until all Conns of lost peers have ended:
+// these peers may know keys that t had and that have not ended. It reports whether there is something to wait for.
 func (tb *Table) quiesce(t *Ticket, over []freed, conns bool) bool {
 	lost := tb.ends.closed
 	if !conns {

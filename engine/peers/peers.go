@@ -314,8 +314,8 @@ func (p *Peer) down(now int64, err error) {
 	}
 }
 
-// failed takes the end of all attempts to connect. Of another run that has answered in a cluster that ran before, the scheduler
-// may have yet to tell.
+// failed takes the end of all attempts to connect. other: another run has answered. If the cluster ran before this node came, the
+// scheduler has yet to tell of that run.
 func (p *Peer) failed(other bool, err error) {
 	p.state = Lost
 	if p.ran || p.leaves || p.late && other {

@@ -74,7 +74,7 @@ class Opening:
         handle: the node's number of the channel.
         side: the side, once it exists.
         direct: whether it is a GpuSide.
-        shown: whether a peer may use its memory.
+        shown: whether a peer may write to the memory of the GpuSide.
         waiting: the peers that wait for the description of this side.
     """
 

@@ -45,7 +45,7 @@ class Screen:
         self._unread, self._late = unread, late
         self.tty = {fd: os.isatty(fd) for fd in (1, 2)}
         self._bar = False  # a progress bar stands in the last line
-        # What is to be written, by file: the first is being written.
+        # What has to be written, by file. The first entry is being written.
         self._waiting = defaultdict[object, deque[tuple[int, bytes]]](deque)
         self._raised: dict[str, float] = {}  # when an exception was printed last
 
@@ -76,7 +76,7 @@ class Screen:
     def _write(self, fd: int, data: bytes) -> None:
         waiting = self._waiting[_file(fd)]
         waiting.append((fd, data))
-        if len(waiting) > 1:  # a signal has come while a write to it waits, which is in a line
+        if len(waiting) > 1:  # a signal has come during a write, which may be within a line
             return
         try:
             while waiting:
@@ -193,7 +193,7 @@ def _shown(line: bytes) -> bytes:
 
 
 def _file(fd: int) -> object:
-    """Identifies what a descriptor is of. Two may be of one file."""
+    """Identifies the file of a descriptor. Descriptors 1 and 2 may have the same."""
     try:
         found = os.fstat(fd)
     except OSError:
