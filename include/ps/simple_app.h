@@ -219,7 +219,7 @@ private:
                                             : kScheduler;
   }
 
-  // What a handle has captured is the program's, and goes without the lock.
+  // A handle is destroyed without the lock, because that may run code of the program.
   using Shared = std::shared_ptr<const Handle>;
   void set(Shared &handle, const Handle &to, const char *call) {
     if (!to)

@@ -62,7 +62,7 @@ struct Nothing {
   void operator&(std::ostream &) {}
 };
 
-// Literals have a sign that a program has not chosen.
+// Literals are signed, which a program does not choose.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wsign-compare"
 #define FSERVER_COMPARES(Name, op)                                             \
@@ -134,8 +134,8 @@ T not_null(const char *file, int line, const char *what, T &&p) {
                : ::ps::detail::Nothing() & FSERVER_LOG_##severity.stream()
 #define FSERVER_CHECK(condition)                                               \
   FSERVER_LOG_IF(!(condition), FATAL) << "check failed: " #condition " "
-// Compares values, which are evaluated once, and says which they were. A loop, which ends the process in its first round,
-// takes part in no "else" of the program.
+// Compares two values, which it evaluates once, and prints them. It is a loop, whose first round ends the process: an "else"
+// of the program cannot belong to it.
 #define FSERVER_CHECK_OP(Name, a, op, b)                                       \
   while (const auto fserver_unlike =                                           \
              ::ps::detail::unlike<::ps::detail::Name>((a), (b)))               \

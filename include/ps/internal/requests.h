@@ -291,7 +291,7 @@ private:
     return true;
   }
 
-  // How many requests this thread completes just now, one within the other.
+  // How deep this thread is in complete().
   static int &completing() {
     thread_local int count = 0;
     return count;

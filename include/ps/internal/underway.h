@@ -18,7 +18,7 @@ template <class T> class Underway {
   static constexpr std::size_t kLook = 4;
 
 public:
-  // Entries to let go of. What that runs may be the program's: do it without a lock.
+  // Entries to destroy without a lock, because that may run code of the program.
   using Gone = std::array<T, kLook>;
 
   // Returns a new entry. First moves those for which ended(entry) is true, of the next few, to *gone: so one whose
