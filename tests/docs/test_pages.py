@@ -11,10 +11,10 @@ from runner import missing, run
 
 PAGES = {path: read(path) for path in pages()}
 LONG = (
-    *("benchmarks", "latency", "launchers", "long-contexts", "lost-peers", "observe", "rails"),
-    *("stepmesh", "two-hosts"),
+    *("benchmarks", "get-started", "gpu-tensors", "latency", "launchers", "long-contexts"),
+    *("lost-peers", "observe", "rails", "stepmesh", "two-hosts"),
 )
-"""Pages whose blocks start many processes, or measure."""
+"""Pages whose blocks start many processes, or measure. README.md has the first steps too."""
 
 BLOCKS = [
     pytest.param(path, block, id=block.name, marks=[pytest.mark.long] if path.stem in LONG else [])

@@ -208,6 +208,7 @@ def hoarding(side, **what):
     return on_graphs.memory(side, **what)
 
 
+@pytest.mark.long
 def test_memory_dry():
     """It counts exchanges and what grows."""
     what = {"mode": "copy", "shape": (3, 2, 2, 64), "exchanges": 60, "seconds": 5}

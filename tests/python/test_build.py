@@ -195,6 +195,7 @@ def test_dynamic_section(extension: Path) -> None:
     assert not re.search(r"RPATH|RUNPATH", section), "names a path of the build machine"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", ["other", "ours"])
 def test_second_go_runtime(project: Project, extension: Path, programs: Forks, first: str) -> None:
     code = f"""

@@ -101,7 +101,10 @@ def test_rows_in_a_compiled_function(pair: Cluster) -> None:
     once.result(LIMIT)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend",
+    ["aot_eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.long])],
+)
 def test_several_messages_in_one_function(pair: Cluster, backend: str) -> None:
     """With new tensors for each message, the next ones change none that was received before."""
     x, y, z = torch.zeros(8), torch.zeros(8), torch.zeros(8)

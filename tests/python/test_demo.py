@@ -374,6 +374,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "100"}
 
 
+@pytest.mark.long  # `make demo` does it with processes
 def test_split_of_the_packaged_model(tmp_path):
     """In threads, from its GGUF file and by way of the folder that the demo's processes load;
     `make check-long PARTS=demo` runs the demo itself."""

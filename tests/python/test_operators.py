@@ -33,9 +33,13 @@ def run(program: str) -> None:
     [
         "import torch, fserver",
         pytest.param("import fserver, torch", marks=pytest.mark.long),
-        "import fserver_lib, torch, fserver",
+        pytest.param("import fserver_lib, torch, fserver", marks=pytest.mark.long),
         pytest.param("import fserver; from torch import nn; import torch", marks=pytest.mark.long),
-        "import fserver, importlib.util; importlib.util.find_spec('torch').loader; import torch",
+        pytest.param(
+            "import fserver, importlib.util; importlib.util.find_spec('torch').loader\n"
+            "import torch",
+            marks=pytest.mark.long,
+        ),
         "import fserver; from fserver.channel import Channel; import torch",
     ],
 )

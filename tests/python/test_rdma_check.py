@@ -248,6 +248,7 @@ def test_tests_fail(spaces: dict[str, str], tmp_path: Path) -> None:
         assert re.search("FAIL +tests", out[role]), out
 
 
+@pytest.mark.long
 def test_ucx(spaces: dict[str, str], tmp_path: Path) -> None:
     """UCX's own benchmark runs with the sizes of a layer, the last of which is 1.75 MiB."""
     out = played(spaces, tmp_path, STEPS="ucx")

@@ -152,7 +152,7 @@ def test_the_cause_of_a_failure_counts(tmp_path):
     """A worker says how it failed, but its peer is faster to fail for the loss of it."""
     ready = meet(tmp_path, 2)
     peer = f"{ready}; raise SystemExit(1)"
-    worker = f"{ready}; time.sleep(0.3); raise SystemExit(3)"
+    worker = f"{ready}; time.sleep(0.1); raise SystemExit(3)"
     with Run(("server", 0, peer), ("worker", 0, worker)) as run:
         status, _, err, _ = run.end()
     assert status == 3
@@ -715,10 +715,8 @@ def cluster_script(tmp_path) -> str:
     return str(script)
 
 
-@pytest.mark.parametrize(
-    "lists",
-    [pytest.param((), marks=pytest.mark.long), ("--worker-gpus", "5,3", "--server-gpus", "0,7")],
-)
+@pytest.mark.long  # the next one starts a cluster too
+@pytest.mark.parametrize("lists", [(), ("--worker-gpus", "5,3", "--server-gpus", "0,7")])
 def test_a_cluster_on_one_host(cluster_script, lists, monkeypatch):
     """The ranks are the same whatever the GPUs are."""
     monkeypatch.setenv("STEPMESH_BACKEND", "CPU")
@@ -749,6 +747,7 @@ def test_a_cluster_of_two_launchers(cluster_script):
     assert done[1].stdout == "[server 0] no more\n"
 
 
+@pytest.mark.long
 def test_status_of_the_one_that_failed(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text(CLUSTER.replace('print("got", y.tolist())', "raise SystemExit(3)"))

@@ -32,6 +32,7 @@ def played_by(monkeypatch, server):
         monkeypatch.setitem(crew.MAKE, role, make)
 
 
+@pytest.mark.long
 def test_it_counts_memory(soak, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(soak, "PARTS", 4)
     path = tmp_path / "soak.json"
@@ -56,6 +57,7 @@ def test_it_counts_memory(soak, tmp_path, monkeypatch, capsys):
     assert worst[0] < 1_000_000 < 100 * 65536 // 2 <= worst[1]
 
 
+@pytest.mark.long
 def test_it_counts_descriptors(soak, few_looks, monkeypatch, capsys):
     argv = ["--count", "20", "--warmup", "20", "--size", "64", "--limit", "100000000"]
     played_by(monkeypatch, hoarding_server)

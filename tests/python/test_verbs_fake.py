@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 from nodes import LIMIT
 
 ROOT = Path(__file__).parents[2]
@@ -137,18 +138,22 @@ def test_doctors_over_several_queue_pairs(library: Path) -> None:
     assert lines["path here"]["text"].startswith("fake0 port 1, GID 3 10.77.0.1 (RoCE v2) to GID ")
 
 
+def long(*values: object) -> ParameterSet:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     ("settings", "name", "state", "text"),
     [
-        (
+        long(
             {"FSERVER_TRANSPORT": "verbs", "FSERVER_RDMA_DEVICE": "nosuch"},
             "tensors",
             "no",
             "the listener cannot open a server: FSERVER_TRANSPORT=verbs: no RDMA device nosuch",
         ),
-        ({"FSERVER_TRANSPORT": "tcp"}, "transport", "yes", "tcp (FSERVER_TRANSPORT=tcp)"),
+        long({"FSERVER_TRANSPORT": "tcp"}, "transport", "yes", "tcp (FSERVER_TRANSPORT=tcp)"),
         ({"BYTEPS_ENABLE_IPC": "0"}, "not used", "info", "verbs: one of the hosts has no device"),
-        ({}, "transport", "yes", "cma"),
+        long({}, "transport", "yes", "cma"),
     ],
 )
 def test_doctors_without_rdma(

@@ -292,7 +292,9 @@ IMPORTS = "\n".join(
 )
 
 
-@pytest.mark.parametrize("module", ["ringX4o_attn", "ringX_attn"])
+@pytest.mark.parametrize(
+    "module", ["ringX4o_attn", pytest.param("ringX_attn", marks=pytest.mark.long)]
+)
 def test_import_in_a_fresh_process(module: str):
     done = python(f"from {module} import ringX4o_attn_func as f; print(f.__module__)", DROPIN)
     assert (done.returncode, done.stdout) == (0, "ringX_attn.ringX4o_attn\n"), done.stderr

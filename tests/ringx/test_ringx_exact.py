@@ -91,7 +91,11 @@ def test_keys_of_another_sequence_can_be_gathered(world: World):
 
 
 @pytest.mark.parametrize("algorithm", NAMES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long), torch.float32],
+    ids=str,
+)
 def test_error_of_a_type_is_that_of_one_process(world: World, algorithm: str, dtype: torch.dtype):
     shape = {"rows": 96, "keys": 96, "heads": 4, "kv_heads": 2, "dim": 16}
     # Several: one whose few numbers happen to be exact says nothing of a kernel.
@@ -273,7 +277,7 @@ def checked(me: Rank, algorithm: str) -> bool:
 
 
 @pytest.mark.parametrize("algorithm", NAMES)
-@pytest.mark.parametrize("members", [(0,), (2, 3)], ids=str)
+@pytest.mark.parametrize("members", [pytest.param((0,), marks=pytest.mark.long), (2, 3)], ids=str)
 def test_gradcheck(world: World, members: tuple[int, ...], algorithm: str):
     assert all(world.run(members, checked, algorithm))
 

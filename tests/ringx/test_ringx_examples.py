@@ -37,7 +37,7 @@ def run(*command: str) -> str:
 @pytest.mark.parametrize(
     ("name", "algorithm", "split"),
     [
-        ("gpt", "auto", ""),
+        pytest.param("gpt", "auto", "", marks=pytest.mark.long),
         pytest.param("gpt", "X2", "", marks=pytest.mark.long),
         pytest.param("gpt", "X2o", "", marks=pytest.mark.long),
         pytest.param("gpt", "auto", "--tensor-parallel 2", marks=pytest.mark.long),
@@ -69,6 +69,7 @@ def test_a_split_llama_is_itself(dtype: str):
     assert f"64 tokens over 2 ranks, {dtype}" in text and "of gradients " in text
 
 
+@pytest.mark.long
 def test_weights_of_a_folder(tmp_path: Path):
     transformers = pytest.importorskip("transformers", reason="needs transformers (make setup)")
     config = transformers.LlamaConfig(

@@ -34,6 +34,7 @@ def test_a_case_that_does_not_exist() -> None:
     assert "device: no such case" in ran.stderr
 
 
+@pytest.mark.long  # boots a machine for it
 def test_output_and_status() -> None:
     command = "echo out; echo err >/dev/stderr; exit 7"
     ran = run(HERE / "vm.sh", "run", "--bare", "--", "bash", "-c", command)
