@@ -3,6 +3,7 @@ package node
 import (
 	"encoding/json"
 	"errors"
+	"os"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -20,8 +21,8 @@ import (
 
 // long skips a test that waits or repeats for seconds.
 func long(t *testing.T) {
-	if testing.Short() {
-		t.Skip("takes seconds: not with -short")
+	if testing.Short() || os.Getenv("QUICK") != "" {
+		t.Skip("takes seconds: not with -short, and `make test` leaves it to `make race`")
 	}
 }
 
