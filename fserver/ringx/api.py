@@ -275,7 +275,7 @@ def _opaque(q: Tensor, k: Tensor, v: Tensor, sink: Any, ends: Any, group: str, *
         plan = _planned(ranks, lengths, q, k, sink, options)
         out, lse = forward_of(*_even(q, k, v), sink, *plan)
     kept = [*lengths[0], *lengths[1], *(backend in enabled() for backend in ENABLED)]
-    return out, lse, torch.tensor(kept, dtype=torch.int64)
+    return out, lse, torch.tensor(kept, dtype=torch.int64, device="cpu")
 
 
 @_opaque.register_fake
@@ -283,7 +283,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, sink: Any, ends: Any, group: str, *_: obj
     batch, rows, heads, _dim = q.shape
     lse = q.new_empty((batch, heads, rows), dtype=accumulator(q.dtype))
     size = ranks_of(_group_of(group)).size
-    return q.new_empty(q.shape), lse, torch.empty(2 * size + len(ENABLED), dtype=torch.int64)
+    kept = torch.empty(2 * size + len(ENABLED), dtype=torch.int64, device="cpu")
+    return q.new_empty(q.shape), lse, kept
 
 
 @torch.library.custom_op(

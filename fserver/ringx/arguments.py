@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+import warnings
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from itertools import pairwise
@@ -404,6 +405,8 @@ def _compared(
     ranks.step = "comparing the arguments"
     said_here = problem and (type(problem), str(problem).removeprefix("ringx: "))
     mine = said_here, {CALL: ranks.kept.calls, **facts}
+    if problem and ranks.kept.agreed:  # the others may be in a call that they need not compare
+        warnings.warn(f"{problem} (this rank waits for the others of its group)", stacklevel=2)
     try:
         answers = ranks.ask(mine, ALONE if ranks.kept.agreed else "")
     except TimeoutError as late:

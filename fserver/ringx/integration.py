@@ -36,19 +36,22 @@ KNOWN = {
 
 @dataclass(frozen=True)
 class Mask:
-    """What attention has to know of a mask: why it is refused, if it is, and its sliding window.
+    """What attention has to know of a mask: why it is refused, if it is, its sliding window, and
+    whether it is causal, which some modules do not say.
     A mask that raised an error itself would leave the other ranks waiting."""
 
     problem: str
     window: int | None
+    causal: bool
 
 
 def _mask(
     *_: Any, mask_function: Callable[..., Any], attention_mask: Tensor | None = None,
     local_size: int | None = None, use_vmap: bool = False, **__: Any,
 ) -> Mask | None:  # fmt: skip
-    """Returns the mask that attention is given: None if it only has to know whether it is causal.
-    Documents that transformers has seen by their positions are a matter for attention."""
+    """Returns the mask that attention is given: None for a causal one that hides nothing else, as
+    some models take what is not None for a tensor. Documents that transformers has seen by their
+    positions are a matter for attention."""
     problem = ""
     if attention_mask is not None and not attention_mask.all():
         problem = (
@@ -62,16 +65,17 @@ def _mask(
             "causal or full mask, with a sliding window or without, and no function of the "
             f"model's own (not supported: {REMEDY})"
         )
-    return Mask(problem, local_size) if problem or local_size is not None else None
+    mask = Mask(problem, local_size, "causal_mask_function" in parts)
+    return None if mask == Mask("", None, True) else mask
 
 
 def _parts(function: Callable[..., Any]) -> set[str]:
     """Returns the names of the functions of which transformers has made a mask."""
-    found = {function.__qualname__.split(".")[0]}
-    for cell in function.__closure__ or ():
+    found = {getattr(function, "__qualname__", repr(function)).split(".")[0]}
+    for cell in getattr(function, "__closure__", None) or ():
         inside = cell.cell_contents
         for part in inside if isinstance(inside, tuple) else (inside,):
-            if hasattr(part, "__closure__"):
+            if callable(part):
                 found |= _parts(part)
     return found
 
@@ -93,7 +97,8 @@ class Positions:
         version = -1 if where.is_inference() else where._version
         if self._last() is not where or self._version != version:
             self._last, self._version = ref(where), version
-            self._restart = bool((where.diff() < 0).any())
+            begins = (where.diff() < 0) | (where[..., 1:] == 0)
+            self._restart = bool(begins.any())
         return self._restart
 
 
@@ -147,6 +152,10 @@ def register_attention(
     Packed documents are ``cu_seq_lens_q``, given to the model: those of the whole sequence, on the
     CPU.
 
+    What one rank refuses is an error on all that compare, and the others may not, if the first call
+    had the same shapes: they wait for this rank then, until the group's time is over. It says so.
+    Give ``agreed=False`` if masks or documents can be wrong on some ranks alone.
+
     Args:
         name: the name of the implementation.
         group: the process group, or a DeviceMesh with one dimension. None: all ranks.
@@ -184,6 +193,8 @@ def _attend(
         _check(attention_mask, sliding_window, {"dropout": dropout or None, **more})
         _check_documents(cu_seq_lens_q, cu_seq_lens_k, positions, more.get("position_ids"))
 
+    if isinstance(attention_mask, Mask):
+        is_causal = attention_mask.causal
     # Under autocast a rotary embedding leaves q and k in float32.
     q, k, v = (t.transpose(1, 2).to(value.dtype) for t in (query, key, value))
     options = options._replace(

@@ -215,7 +215,7 @@ def _uploaded(
 
 def on_device(numbers: list[int], device: torch.device) -> Tensor:
     """Returns them as a tensor there; a GPU is not waited for."""
-    made = torch.tensor(numbers)
+    made = torch.tensor(numbers, device="cpu")  # whatever the default device is
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 

@@ -52,6 +52,7 @@ def positions(
         ShapeError: the layout is zigzag, and the length, or that of a document, is not a multiple
             of 2 * size; or cu_seqlens does not end at length.
     """
+    device = "cpu" if device is None else device  # whatever the default device is
     rows = _rows(length, layout, rank, size, device, group, cu_seqlens)
     if cu_seqlens is None:
         return rows

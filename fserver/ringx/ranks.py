@@ -131,7 +131,7 @@ class Ranks:
         self.check_unbroken()
         text = pickle.dumps((self.step, value))
         try:
-            sizes = self._told(torch.tensor([[len(text)]]), hint)
+            sizes = self._told(torch.tensor([[len(text)]], device="cpu"), hint)
             padded = bytearray(text.ljust(int(sizes.max())))
             texts = self._told(torch.frombuffer(padded, dtype=torch.uint8)[None], hint)
         except Error:

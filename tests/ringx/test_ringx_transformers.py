@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -194,12 +195,21 @@ def test_which_masks_are_refused():
         masking_utils.create_causal_mask, masking_utils.create_sliding_window_causal_mask
     )  # fmt: skip
     assert mask_of(causal, config) is None
-    assert mask_of(sliding, config) == integration.Mask("", 3)
+    assert mask_of(sliding, config) == integration.Mask("", 3, True)
+    full = masking_utils.create_bidirectional_mask
+    assert mask_of(full, config) == integration.Mask("", None, False)
     blocks = torch.zeros(1, 8, dtype=torch.int64)
     assert "blockwise_overlay" in mask_of(causal, config, block_sequence_ids=blocks).problem
     for name in ("or_mask_function", "and_mask_function"):
         own = {name: masking_utils.causal_mask_function}
         assert "use_vmap is True" in mask_of(causal, config, **own).problem
+
+    class Own:
+        def __call__(self, *where: int) -> bool:
+            return True
+
+    for function in (Own(), partial(Own()), masking_utils.and_masks(Own())):
+        assert "mask_function is made of" in integration._mask(mask_function=function).problem
 
 
 def test_positions_that_start_again():
@@ -209,6 +219,41 @@ def test_positions_that_start_again():
     where[0, 4] = 0
     assert seen.restart(where) and not seen.restart(torch.arange(8)[None])
     assert not seen.restart(where.expand(3, 1, 8)), "of pictures"
+    assert seen.restart(torch.zeros_like(where)), "documents of one token"
+    assert not seen.restart(torch.tensor([[0, 1, 2, 2]])), "padding behind the tokens"
+
+
+def whole_mask(me: Rank) -> tuple[float, str]:
+    """Of a model whose mask hides nothing, and whose modules do not say so: the relative error of
+    what it computes, and what it says to a layout for causal masks."""
+    from transformers import SplinterConfig, SplinterModel
+
+    config = {**SIZES, "max_position_embeddings": TOKENS, "question_token_id": 1}
+    ids = torch.randint(VOCABULARY, (1, TOKENS), generator=torch.manual_seed(5))
+
+    def states(attention: str, ids: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(3)
+        model = SplinterModel(SplinterConfig(**config, attn_implementation=attention)).double()
+        return model.eval()(ids, position_ids=where).last_hidden_state.detach()
+
+    want = states("eager", ids, torch.arange(TOKENS)[None])
+    found = []
+    for layout in "contiguous", "zigzag":
+        register_attention(group=me.group, layout=layout)
+        mine = shard(ids, layout, group=me.group)
+        where = positions(TOKENS, layout, group=me.group)[None]
+        try:
+            got = unshard(states("ringx", mine, where), layout, group=me.group)
+            found.append(float((got - want).norm() / want.norm()))
+        except ConfigError as error:
+            found.append(str(error))
+    return tuple(found)
+
+
+def test_a_mask_that_hides_nothing(world: World):
+    for error, refusal in world.run((2, 3), whole_mask):
+        assert error < 1e-6, error
+        assert "layout zigzag" in refusal and "contiguous" in refusal
 
 
 def mixed(me: Rank) -> float:
