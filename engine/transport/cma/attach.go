@@ -195,7 +195,7 @@ func (f *Fabric) attach(nc *net.UnixConn, s *link.Session) (*Conn, error) {
 	c := &Conn{f: f, peer: process{pid: who.pid}}
 	c.Open(s, c.end)
 	c.About.Process = who.pid
-	err = f.agree(nc, c, s)
+	err = f.agree(nc, c, s, who.uid)
 	if err == nil && who.pid > 0 { // it is in a PID namespace that is ours
 		p, e := findProcess(who.pid)
 		if e == nil {
@@ -220,8 +220,8 @@ func (c *Conn) discard() {
 	c.table.unmap()
 }
 
-// agree exchanges the notes, and what is passed with them.
-func (f *Fabric) agree(nc *net.UnixConn, c *Conn, s *link.Session) error {
+// agree exchanges the notes, and what is passed with them, with a peer of user uid.
+func (f *Fabric) agree(nc *net.UnixConn, c *Conn, s *link.Session, uid int) error {
 	p := newProbe()
 	ours := note{Version: layoutVersion, Mode: f.mode, Word: addressOf(&p.word), Number: p.number}
 	in, err := swap(s, &ours)
@@ -241,7 +241,11 @@ func (f *Fabric) agree(nc *net.UnixConn, c *Conn, s *link.Session) error {
 	if err != nil {
 		return err
 	}
-	if f.mode != Staged && mode != Staged {
+	switch {
+	case f.mode == Staged || mode == Staged:
+	case uid != os.Geteuid(): // root could: the pid may be that of a process that is not the peer
+		ours.There = verdict{tryError, uint32(unix.EPERM)}
+	default:
 		ours.There = tryWord(c.peer.pid, in.Word, in.Number)
 	}
 	if in, err = swap(s, &ours); err != nil {

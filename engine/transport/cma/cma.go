@@ -211,13 +211,13 @@ func (f *Fabric) Close() error {
 }
 
 // inspect ends what stalls and frees what is idle. See link.Fabric.
-func (f *Fabric) inspect(now time.Time, _ bool) {
+func (f *Fabric) inspect(now time.Time, polled bool) {
 	limit := f.Limits.Stall
 	for _, c := range f.conns.All {
 		if c.Err != nil {
 			continue
 		}
-		if c.stalled(now) >= limit {
+		if c.stalled(now, polled) >= limit {
 			c.end(fmt.Errorf("the peer has read nothing for %v: %w", limit, unix.ETIMEDOUT))
 			continue
 		}

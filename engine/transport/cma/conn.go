@@ -22,7 +22,8 @@ type Conn struct {
 	seg          *segment // unmapped when Err is set
 	mine, theirs *control
 	table        table  // the peer's regions, if writes are direct
-	hup          bool   // the peer is gone, or its end of the socket closed; its records are still read
+	hup          bool   // nothing is sent any more; the peer's records are still read, and then c ends
+	broken       error  // why; nil: the peer is gone, or its end of the socket closed
 	last         writer // with Err: the peer, if it was in the middle of a copy and may still be
 	tx           tx
 	rx           rx
@@ -89,8 +90,11 @@ func (c *Conn) ring(bits uint32) {
 	}
 }
 
-// parting is the reason of a peer whose socket is closed.
+// parting is why nothing is sent any more.
 func (c *Conn) parting() error {
+	if c.broken != nil {
+		return c.broken
+	}
 	if c.theirs.over.Load() == overBye {
 		return fmt.Errorf("the peer closed the connection: %w", io.EOF)
 	}
@@ -130,8 +134,8 @@ func (f *Fabric) fail(c *Conn, reason error) {
 }
 
 // stalled is for how long what c owes has found no room, or was not let into
-// the peer's memory.
-func (c *Conn) stalled(now time.Time) time.Duration {
-	owed := c.tx.queued() && c.tx.balked && c.tx.need == 0
+// the peer's memory although our own user polled.
+func (c *Conn) stalled(now time.Time, polled bool) time.Duration {
+	owed := polled && c.tx.queued() && c.tx.balked && c.tx.need == 0
 	return c.Out.Stalled(now, owed || c.tx.blocked(), c.theirs.head.Load()+c.tx.moved)
 }

@@ -166,16 +166,16 @@ func TestPeerThatLetsNothingIn(t *testing.T) {
 	require.NoError(t, victim.post(1<<20, nil))
 	c := victim.conn.(*Conn)
 	now := time.Now()
-	before := c.stalled(now) // since a Poll last found nothing owed, if one has looked
+	before := c.stalled(now, true) // since a Poll last found nothing owed, if one has looked
 	require.LessOrEqual(t, before, now.Sub(start))
-	require.Equal(t, before+time.Second, c.stalled(now.Add(time.Second)))
+	require.Equal(t, before+time.Second, c.stalled(now.Add(time.Second), true))
 	evil.conn.(*Conn).mine.over.Store(0)
 	until(t, func() bool {
 		_, err := victim.poll()
 		require.NoError(t, err)
 		return !c.Unsent()
 	})
-	require.Zero(t, c.stalled(now.Add(2*time.Second)))
+	require.Zero(t, c.stalled(now.Add(2*time.Second), true))
 }
 
 // TestGarbageEverywhere fills all that is shared with random bytes while both

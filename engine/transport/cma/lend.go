@@ -117,7 +117,7 @@ func (f *Fabric) hear(c *Conn) bool {
 	case e == unix.EINTR:
 		return true
 	case e != 0 || n == 0:
-		f.part(c)
+		f.part(c, nil)
 		return false
 	}
 	if err != nil {

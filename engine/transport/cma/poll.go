@@ -105,9 +105,13 @@ func (f *Fabric) visit(c *Conn, ev []transport.Event) (n int, moved uint64) {
 	return n, moved
 }
 
-// part notes that the peer of c is gone. What it has sent is still read, and then c ends.
-func (f *Fabric) part(c *Conn) {
-	c.hup = true
+// part ends what c sends, because the peer is gone or for a reason of our own. What the peer has sent is still read, and
+// then c ends.
+func (f *Fabric) part(c *Conn, reason error) {
+	if c.hup {
+		return
+	}
+	c.hup, c.broken = true, reason
 	f.conns.Unwatch(&f.Fabric, c)
 }
 
@@ -118,17 +122,21 @@ func (f *Fabric) send(c *Conn) {
 	for end := t.moved + quantum; ; {
 		err := t.publish(end)
 		t.commit()
+		if err != nil { // the peer's fault
+			f.fail(c, err)
+			return
+		}
 		var n uint64
-		if err == nil && t.direct && t.queued() && t.need == 0 && t.moved < end {
+		if t.direct && t.queued() && t.need == 0 && t.moved < end {
 			n, err = c.copy(&f.vec, end-t.moved)
 			t.balked = n == 0
 		}
 		switch {
 		case errors.Is(err, unix.ESRCH):
-			f.part(c) // the process is gone, but not what it has sent
+			f.part(c, nil) // the process is gone
 			return
 		case err != nil:
-			f.fail(c, err)
+			f.part(c, err)
 			return
 		}
 		if n == 0 {

@@ -57,7 +57,11 @@ func TestRevokedCopyWritesNothing(t *testing.T) {
 	require.True(t, b.frees(t, time.Minute))
 	require.Equal(t, make([]byte, 1<<20), b.in.Span().Bytes())
 
-	// The sender tries again and learns that the key is gone.
+	// The sender tries again and learns that the key is gone, behind what had come before that.
+	require.NoError(t, b.post(0, []byte("why")))
+	f, err := a.waitFrame(true)
+	require.NoError(t, err)
+	require.Equal(t, "why", string(f))
 	require.ErrorIs(t, a.down(t), link.ErrNoKey)
 	require.Error(t, b.down(t))
 }

@@ -144,8 +144,8 @@ func (f *Fabric) Close() error {
 
 // inspect ends what stalls and frees what is idle. See link.Fabric.
 func (f *Fabric) inspect(now time.Time, polled bool) {
-	// Bytes that our own user leaves in the socket are no fault of a peer.
-	polled = polled || !readable(f.Epoll)
+	// What our own user leaves here, or in a socket, is no fault of a peer.
+	polled = polled || f.queue.Len() == 0 && !readable(f.Epoll) && !f.hides()
 	limit := f.Limits.Stall
 	for _, c := range f.conns.All {
 		if c.Err != nil {
@@ -165,6 +165,12 @@ func (f *Fabric) inspect(now time.Time, polled bool) {
 		c.rx.trim()
 		c.tx.heads.Trim(txHeads)
 	}
+}
+
+// hides says whether bytes wait that epoll does not watch for.
+func (f *Fabric) hides() bool {
+	c := f.recent
+	return c != nil && c.hidden && c.Err == nil && readable(c.FD)
 }
 
 // readable says whether a wait on fd would end at once.
