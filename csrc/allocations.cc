@@ -11,14 +11,15 @@ constexpr uint32_t kCallsPerSweep = 1024;
 
 } // namespace
 
-bool Allocations::number(fs_node node, const Memory &m, fs_tensor &t) {
+bool Allocations::number(fs_node node, const Memory &m, fs_tensor &t,
+                         uint64_t given_up) {
   if (++calls_ >= kCallsPerSweep)
     sweep(node);
   auto it = known_.find(m.get());
   if (it == known_.end()) {
     if (known_.size() >= limit_)
       sweep(node);
-    it = known_.emplace(m.get(), Known{WeakMemory(m), nullptr, 0, 0}).first;
+    it = known_.emplace(m.get(), Known{WeakMemory(m), nullptr, 0, 0, 0}).first;
   }
   Known &k = it->second;
   const bool fresh = k.base != t.base || k.bytes != t.base_bytes;
@@ -30,7 +31,9 @@ bool Allocations::number(fs_node node, const Memory &m, fs_tensor &t) {
     k.number = ++last_;
   }
   t.alloc = k.number;
-  return fresh;
+  const bool again = k.given_up != given_up;
+  k.given_up = given_up;
+  return fresh || again;
 }
 
 void Allocations::sweep(fs_node node) {

@@ -14,10 +14,30 @@ namespace fserver {
 // when the allocation is gone. Guarded by the GIL.
 class Allocations {
 public:
-  // Sets t.alloc to the number of the allocation m that t lies in. True: it is new.
-  bool number(fs_node node, const Memory &m, fs_tensor &t);
+  // Sets t.alloc to the number of the allocation m that t lies in. True: it is new, or the engine
+  // may have given up its registration, which it has done `given_up` times.
+  bool number(fs_node node, const Memory &m, fs_tensor &t, uint64_t given_up);
 
   void clear() { known_.clear(); }
+
+  // A call that numbers allocations. Unless the engine has taken it, it may have no registration
+  // of any.
+  class Call {
+  public:
+    explicit Call(Allocations &all) : all_(all) {}
+    Call(const Call &) = delete;
+    Call &operator=(const Call &) = delete;
+    ~Call() {
+      if (taken)
+        return;
+      for (auto &k : all_.known_)
+        k.second.given_up = UINT64_MAX;
+    }
+    bool taken = false;
+
+  private:
+    Allocations &all_;
+  };
 
 private:
   struct Known {
@@ -25,6 +45,7 @@ private:
     const void *base;  // differ when the storage was resized
     uint64_t bytes;
     uint64_t number;
+    uint64_t given_up; // at the last call
   };
 
   void sweep(fs_node node);

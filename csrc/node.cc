@@ -193,6 +193,8 @@ void Node::channel_carry(uint64_t channel, PyObject *words, PyObject *out,
                          bool lands) {
   enter_connected("channel");
   std::vector<Memory> kept; // for the call; then the caller does
+  // Not taken: the engine only looks up what is numbered here.
+  const Allocations::Call call(allocations_);
   auto numbers = [&](PyObject *o) -> int64_t * {
     fs_tensor t{};
     if (o != Py_None)
@@ -210,7 +212,7 @@ void Node::channel_carry(uint64_t channel, PyObject *words, PyObject *out,
                              info_.device, &all[i]);
       all[i].key = read_u64(all_keys.at(i), {"channel", name}, at);
       if (all[i].bytes)
-        allocations_.number(id_, m, all[i]);
+        allocations_.number(id_, m, all[i], given_up());
       kept.push_back(std::move(m));
     }
     return all;

@@ -80,6 +80,11 @@ protected:
            holder_.size() > info_.mask / 2; // it may have to wait for room
   }
 
+  // How often the engine has given up registrations.
+  uint64_t given_up() const {
+    return info_.words ? info_.words[info_.mask + 1] : 0;
+  }
+
   // Closes the node and lets go of all memory. Every class that adds memory
   // calls it in its destructor, while that memory is still there.
   void shut();
@@ -88,7 +93,8 @@ protected:
   // Numbers the memory m of a tensor that is sent, where the engine registers that.
   // Returns whether it is to be registered first.
   bool number_source(const Memory &m, fs_tensor &t) {
-    return info_.registers && t.bytes && allocations_.number(id_, m, t);
+    return info_.registers && t.bytes &&
+           allocations_.number(id_, m, t, given_up());
   }
 
   // Reads tensor i of an argument of a call, which is sent.

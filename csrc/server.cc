@@ -143,6 +143,7 @@ PyObject *Server::get_batch(PyObject *timeout_ms, PyObject *at_least,
     size_t i = 0;
     try {
       while (i < n) {
+        enter("get_batch"); // another thread may have closed the node meanwhile
         const auto at = static_cast<Py_ssize_t>(i++);
         PyList_SET_ITEM(batch.get(), at, take_request(words).release());
       }
@@ -267,6 +268,7 @@ void Server::respond(PyObject *tensors, PyObject *handler, bool need_event) {
   const Items items = tensor_items(tensors, kTensors);
   const size_t n = items.size();
   const uint64_t h = read_u64(handler, {"respond", "handler"});
+  Allocations::Call call(allocations_);
   Tensors t(holder_, n);
   for (size_t i = 0; i < n; i++) {
     fs_tensor &a = read_source(t, items.at(i), kTensors, i);
@@ -281,8 +283,10 @@ void Server::respond(PyObject *tensors, PyObject *handler, bool need_event) {
                                       t.all.data(), &ticket, &answered)
                          : 0;
   };
-  check("respond", may_block(t.bytes, t.fresh) ? unlocked(send) : send());
+  const int rc = may_block(t.bytes, t.fresh) ? unlocked(send) : send();
+  check("respond", rc);
   behind.refuse("respond");
+  call.taken = true;
   t.lease.keep(ticket);
 }
 
@@ -294,6 +298,7 @@ void Server::respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
   Pins pins(1);
   Memory memory = read_tensor(pins.add(ret_buffer), kBuffer, -1, Access::kRead,
                               info().device, &whole);
+  Allocations::Call call(allocations_);
   const bool fresh = number_source(memory, whole);
   if (stepmesh_)
     whole.dtype = FS_ANY;
@@ -339,6 +344,7 @@ void Server::respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
   };
   int rc = may_block(whole.bytes, fresh) ? unlocked(send) : send();
   behind.refuse("respond_vec");
+  call.taken = rc >= 0;
   for (size_t k = 0; k < (rc < 0 ? answered : n); k++) {
     Lease lease(holder_);
     lease.add(memory.again());

@@ -126,6 +126,8 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
   const size_t servers = static_cast<size_t>(info().servers);
   check_counts(np, nq, pkeys.size(), nqk, servers);
 
+  const uint64_t given_up = this->given_up();
+  Allocations::Call call(allocations_);
   Tensors t(holder_, np + nq);
   for (size_t i = 0; i < np; i++) {
     fs_tensor &p = read_source(t, push.at(i), kPush, i);
@@ -139,7 +141,8 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
     if (stepmesh_)
       q.dtype = FS_ANY;
     if (q.bytes)
-      t.fresh |= allocations_.number(id_, m, q) && info().registers;
+      t.fresh |= allocations_.number(id_, m, q, given_up) &&
+                 (info().registers || given_up);
     t.lease.add(std::move(m));
   }
   if (np > 1)
@@ -158,8 +161,10 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
     return fs_push_pull(id_, channel, channel ? nullptr : behind.stream(),
                         t.all.data(), np, t.all.data() + np, nq, &ticket);
   };
-  check("push_pull", may_block(t.bytes, t.fresh) ? unlocked(send) : send());
+  const int rc = may_block(t.bytes, t.fresh) ? unlocked(send) : send();
+  check("push_pull", rc);
   behind.refuse("push_pull");
+  call.taken = true;
   t.lease.keep(ticket);
   const uint64_t first = next_;
   if (claim)

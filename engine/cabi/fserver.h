@@ -89,7 +89,9 @@ typedef struct fs_info {
   int32_t registers; // what is sent is registered, too: alloc of pushed tensors
                      // and of answers saves doing that for each call
   int32_t recovery;  // 1: it has the place of a node that was lost
-  const volatile uint64_t *words; // completion words, see fs_push_pull
+  // Completion words, see fs_push_pull. words[mask + 1] counts how often registrations were given
+  // up: the next call that names such an allocation registers it again, and may wait.
+  const volatile uint64_t *words;
   uint64_t mask;
   char address[128]; // where peers find this node; empty if nowhere
 } fs_info;
@@ -217,7 +219,8 @@ int fs_shared_free(fs_shared shared);
 
 // Server: answers nh requests; request i takes the next counts[i] tensors of
 // t. Each tensor goes to the pull tensor of that position, whose bytes and dtype
-// it must match. stream and tickets (nh of them) work as in fs_push_pull. On an error
+// it must match. stream and tickets (nh of them) work as in fs_push_pull. While 4,096 answers have not
+// left it waits for room, at most 1 s, then -EXFULL; so does fs_fail. On an error
 // in request i, *answered is i, and the requests before it have been answered.
 int fs_respond(fs_node node, const uint64_t *stream, const uint64_t *handlers,
                const size_t *counts, size_t nh, const fs_tensor *t,

@@ -474,7 +474,7 @@ func TestLeft(t *testing.T) {
 func TestNewTable(t *testing.T) {
 	w, err := NewWorker(1, new(trace.Counters), inline)
 	require.NoError(t, err)
-	require.EqualValues(t, Window*8, w.Words().Len)
+	require.EqualValues(t, (Window+1)*8, w.Words().Len)
 	w.Shut(errors.New("over"))
 	_, err = w.Begin()
 	require.ErrorContains(t, err, "over")

@@ -134,6 +134,8 @@ type keys struct {
 	rings []*keyring  // one for each Fabric
 	paths []*keyring  // by peer; nil: it has had no path yet
 	local atomic.Bool // a Fabric sends what is registered
+
+	forgotten *atomic.Uint64 // see Table.Words
 }
 
 // path has the keys for peer i made at f.
@@ -303,6 +305,9 @@ func (ks *keys) spare() (found bool) {
 			}
 		}
 	}
+	if found {
+		ks.forgotten.Add(1)
+	}
 	return found
 }
 
@@ -374,4 +379,5 @@ func (ks *keys) revoke(ring *keyring, calm quiet) {
 	clear(ring.all)
 	ring.era++
 	ring.calm = calm
+	ks.forgotten.Add(1)
 }

@@ -167,19 +167,20 @@ type Table struct {
 
 // newTable makes the Table of a node with n peers.
 func newTable(n int, c *trace.Counters, h Host) (*Table, error) {
-	r, err := mem.Map(Window * 8)
+	r, err := mem.Map((Window + 1) * 8)
 	if err != nil {
 		return nil, fmt.Errorf("exchange: words of tickets: %w", err)
 	}
+	words := WordsIn(r, Window+1)
 	return &Table{
 		Host: h, counters: c,
 		region: r,
-		words:  WordsIn(r, Window),
+		words:  words,
 		next:   1,
 		ends:   ends{freed: map[freed]func(){}, closed: map[transport.Conn]*closing{}},
 		active: make([]*Ticket, Window),
 		recs:   make([]record, Window),
-		keys:   keys{paths: make([]*keyring, n)},
+		keys:   keys{paths: make([]*keyring, n), forgotten: &words[Window]},
 	}, nil
 }
 
@@ -189,7 +190,8 @@ func newTable(n int, c *trace.Counters, h Host) (*Table, error) {
 func (tb *Table) Found(now int64) { tb.found = now }
 
 // Words is the memory of the ticket words: word i is that of the tickets whose
-// number is i modulo Window.
+// number is i modulo Window. The one behind them counts how often registrations were given up that
+// calls may count on: the next call that names the memory registers it again, and may wait.
 func (tb *Table) Words() mem.Region { return tb.region }
 
 // Begin issues a ticket, to be filled and then submitted or abandoned. It is

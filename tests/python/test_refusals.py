@@ -83,6 +83,7 @@ def test_a_server_refuses_a_request(way: MakeCluster) -> None:
         ("", ""),
         ("ä" * 1000, "ä" * 250),
         ("\udc80", "\\udc80"),
+        ("a\0b", "a?b"),
     ]:
         y = torch.zeros(4)
         h = c.worker.push_pull([torch.ones(4)], [1], [y], [1])
