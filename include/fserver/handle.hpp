@@ -27,7 +27,7 @@ inline std::string why_open(fs_node node, fs_ticket ticket) {
                   "no more for now, or a stream has not come to it; ";
 }
 
-inline void wait(fs_node node, fs_ticket ticket, Timeout limit) {
+inline void wait(fs_node node, fs_ticket ticket, Limit limit) {
   refuse_forked("wait");
   const int rc = in_slices(deadline_of(limit),
                            [&](std::int64_t slice, std::uint32_t flags) {
@@ -58,7 +58,7 @@ public:
   // ClosedError if the node is closed, or 4,096 later operations have been started and this one has ended.
   // After an error the memory of the operation may still be in use: of two servers one is lost, and the
   // other still writes its answer. It is free when Node::ended is true, or the node is closed.
-  void wait(Timeout limit = std::chrono::seconds(10)) const {
+  void wait(Limit limit = std::chrono::seconds(10)) const {
     detail::wait(node_, ticket_, limit);
   }
 

@@ -74,8 +74,10 @@ public:
   // stop in time. This node is closed then, too.
   void stop() {
     detail::refuse_forked("stop");
-    if (!state_ || state_->closed.load())
+    if (!state_ || state_->closed.load()) {
+      close(); // another thread may be at it
       return;
+    }
     const int rc = detail::in_slices(detail::kForever,
                                      [&](std::int64_t slice, std::uint32_t) {
                                        return fs_stop(state_->id, slice);
@@ -85,11 +87,14 @@ public:
       detail::check("stop", rc);
   }
 
-  // Closes this node at once. Calls that wait in other threads throw ClosedError. When it returns,
-  // the engine touches no memory of the caller's any more. Does nothing if the node is closed.
+  // Closes this node at once; a scheduler whose members are leaving waits for them, at most a second.
+  // Calls that wait in other threads throw ClosedError. When it returns, the engine touches no memory
+  // of the caller's any more, also if another thread has closed the node.
   void close() noexcept {
-    if (state_ && !detail::forked.load() && !state_->closed.exchange(true))
-      fs_close(state_->id);
+    if (!state_ || detail::forked.load())
+      return;
+    state_->closed.store(true);
+    fs_close(state_->id); // waits for the first that calls it
   }
 
   // Waits until every node of the named roles has called barrier. limit 0: the setting
@@ -98,7 +103,7 @@ public:
   // Throws TimeoutError, PeerLostError if any node of the cluster or the scheduler is gone, and
   // ClosedError.
   void barrier(Members who = kAllMembers, Each each = Each::kInstance,
-               Timeout limit = Timeout(0)) {
+               Limit limit = Timeout(0)) {
     State &s = enter_connected("barrier");
     std::uint64_t token = 0;
     const auto flags =
@@ -115,7 +120,7 @@ public:
   // or leaves, LimitError if one does not receive its messages, ConfigError, TimeoutError (the
   // message may yet arrive), and ClosedError. In each case the other receivers have got it.
   void send(const Address &to, std::string_view data,
-            Timeout limit = std::chrono::seconds(10)) {
+            Limit limit = std::chrono::seconds(10)) {
     State &s = enter_connected("send");
     std::uint64_t token = 0;
     const int rc = detail::in_slices(
@@ -133,7 +138,7 @@ public:
 
   // Takes the oldest message that has come to this node. Waits for one; returns false if none has come
   // within the limit. Throws ClosedError. Waiting here costs other calls nothing.
-  bool receive(Mail &out, Timeout limit = kNoLimit) {
+  bool receive(Mail &out, Limit limit = kNoLimit) {
     State &s = enter_connected("receive");
     const std::int64_t deadline = detail::deadline_of(limit);
     fs_mail from{};
@@ -212,7 +217,7 @@ public:
 
   // As Handle::wait, without a call of the engine if the operation has completed. Throws
   // ConfigError for a handle of another node.
-  void wait(const Handle &h, Timeout limit = std::chrono::seconds(10)) const {
+  void wait(const Handle &h, Limit limit = std::chrono::seconds(10)) const {
     State &s = own("wait", h);
     const std::uint64_t word = __atomic_load_n(
         &s.info.words[h.ticket_ & s.info.mask], __ATOMIC_ACQUIRE);
@@ -249,6 +254,7 @@ public:
   int device() const { return enter("device").info.device; }
   // Where other nodes reach this one, "10.0.0.1:7000"; empty if nowhere.
   std::string address() const { return enter("address").info.address; }
+  // Whether the node is closed, or is being closed: the engine may use memory until close() returns.
   bool closed() const noexcept { return !state_ || state_->closed.load(); }
   bool connected() const noexcept { return state_ && state_->connected.load(); }
 

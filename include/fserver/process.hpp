@@ -13,6 +13,7 @@
 #include <mutex>
 #include <sstream>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "fserver.h"
@@ -23,6 +24,31 @@ namespace fserver {
 // Limits of time. Any std::chrono duration of whole nanoseconds or more converts to it.
 using Timeout = std::chrono::nanoseconds;
 constexpr Timeout kNoLimit = Timeout::max();
+
+// What calls take as a limit: any std::chrono duration of integers. One that is longer than
+// nanoseconds can count, such as hours::max(), is no limit.
+class Limit {
+public:
+  template <class Rep, class Period,
+            class = std::enable_if_t<std::is_integral_v<Rep>>>
+  constexpr Limit(std::chrono::duration<Rep, Period> limit)
+      : limit_(saturated(limit)) {}
+  constexpr operator Timeout() const { return limit_; }
+  constexpr Timeout::rep count() const { return limit_.count(); }
+
+private:
+  template <class Rep, class Period>
+  static constexpr Timeout saturated(std::chrono::duration<Rep, Period> limit) {
+    using Seconds = std::chrono::duration<double>;
+    if (Seconds(limit) >= Seconds(Timeout::max()))
+      return Timeout::max();
+    if (Seconds(limit) <= Seconds(Timeout::min()))
+      return Timeout::min();
+    return std::chrono::duration_cast<Timeout>(limit);
+  }
+
+  Timeout limit_;
+};
 
 namespace detail {
 
@@ -48,7 +74,7 @@ inline std::int64_t now_ns() noexcept {
 constexpr std::int64_t kForever = INT64_MAX;
 
 // The moment, by now_ns, at which a limit is over.
-inline std::int64_t deadline_of(Timeout limit) noexcept {
+inline std::int64_t deadline_of(Limit limit) noexcept {
   const std::int64_t now = now_ns(),
                      ns = std::max<std::int64_t>(0, limit.count());
   return ns >= kForever - now ? kForever : now + ns;

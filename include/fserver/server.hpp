@@ -104,6 +104,16 @@ private:
 // next batch: its lists keep their memory. To answer a request later than that, move it out.
 class Batch {
 public:
+  Batch() = default;
+  Batch(Batch &&o) noexcept
+      : requests_(std::move(o.requests_)), n_(std::exchange(o.n_, 0)),
+        words_(std::move(o.words_)) {}
+  Batch &operator=(Batch &&o) noexcept {
+    requests_ = std::move(o.requests_);
+    n_ = std::exchange(o.n_, 0);
+    words_ = std::move(o.words_);
+    return *this;
+  }
   Request *begin() noexcept { return requests_.data(); }
   Request *end() noexcept { return requests_.data() + n_; }
   const Request *begin() const noexcept { return requests_.data(); }
@@ -141,7 +151,7 @@ public:
   // Throws ClosedError if a worker has left, so that there will be no further batch: call stop().
   // PeerLostError if a worker is gone, and no other process has taken its rank; the requests of the
   // others can be taken with at_least. ShapeError if at_least is more than there are groups.
-  bool get_batch(Batch &batch, Timeout limit = kNoLimit, int at_least = 0) {
+  bool get_batch(Batch &batch, Limit limit = kNoLimit, int at_least = 0) {
     State &s = enter_connected("get_batch");
     if (at_least < 0)
       throw ConfigError("get_batch: at_least is " + std::to_string(at_least) +
@@ -154,12 +164,12 @@ public:
   // Returns false, with an empty batch, if the limit is over.
   //
   // Throws ClosedError if all workers have left, and PeerLostError if all are gone.
-  bool get_unicasts(Batch &batch, Timeout limit = kNoLimit) {
+  bool get_unicasts(Batch &batch, Limit limit = kNoLimit) {
     return fill("get_unicasts", enter_connected("get_unicasts"), batch, limit,
                 0, FS_UNICASTS);
   }
 
-  // Answers a request, once. Returns at once. Do not change the tensors before the returned handle
+  // Answers a request, once. Returns at once, but waits up to a second while 4,096 answers have not left. Do not change the tensors before the returned handle
   // is done, or the worker's next request has come.
   //
   // tensors: in the order of the worker's pull tensors, each with as many bytes and of the same
@@ -277,7 +287,7 @@ public:
   }
 
 private:
-  bool fill(const char *call, State &s, Batch &batch, Timeout limit,
+  bool fill(const char *call, State &s, Batch &batch, Limit limit,
             std::uint32_t least, std::uint32_t how) {
     batch.n_ = 0;
     for (Request &r : batch.requests_)

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fserver/dtype.hpp"
@@ -25,6 +26,16 @@ public:
     assign(dims.begin(), dims.size());
   }
   Shape(const std::int64_t *dims, std::size_t n) { assign(dims, n); }
+  Shape(const Shape &) = default;
+  Shape &operator=(const Shape &) = default;
+  Shape(Shape &&o) noexcept { *this = std::move(o); }
+  Shape &operator=(Shape &&o) noexcept {
+    n_ = std::exchange(o.n_, 0);
+    std::copy(o.few_, o.few_ + kInline, few_);
+    more_ = std::move(o.more_);
+    return *this;
+  }
+  ~Shape() = default;
 
   // Takes n dimensions; allocates only for more than 8, and more than ever before.
   void assign(const std::int64_t *dims, std::size_t n) {

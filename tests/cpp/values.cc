@@ -1,8 +1,11 @@
 // What needs no cluster: tensors, shapes, memory, options, errors.
+#include <chrono>
 #include <clocale>
+#include <cstdint>
 #include <cstdlib>
 #include <locale>
 #include <type_traits>
+#include <utility>
 
 #include "cluster.hpp"
 
@@ -23,7 +26,22 @@ CASE(shapes) {
   EXPECT_EQ(large[2], 3);
   EXPECT_EQ(copy[9], 10);
   EXPECT(copy != large);
+  Shape moved = std::move(copy);
+  EXPECT_EQ(moved[9], 10);
+  EXPECT_EQ(copy.size(),
+            0u); // NOLINT(bugprone-use-after-move): it is an empty one
   EXPECT(s == Shape({2, 3}));
+}
+
+CASE(limits) {
+  using namespace std::chrono;
+  EXPECT_EQ(Limit(milliseconds(3)).count(), 3'000'000);
+  EXPECT_EQ(Limit(seconds(-1)).count(), -1'000'000'000);
+  for (Limit most : {Limit(hours::max()), Limit(seconds::max()),
+                     Limit(milliseconds::max()), Limit(kNoLimit)})
+    EXPECT_EQ(most.count(), INT64_MAX);
+  EXPECT_EQ(Limit(seconds::min()).count(), INT64_MIN);
+  static_assert(!std::is_convertible_v<duration<double>, Limit>);
 }
 
 CASE(tensors) {
