@@ -99,7 +99,7 @@ demo: ext ## serve a language model, split into attention and FFN, and compare
 
 # Go takes few seeds and variants: all are in the part engine of check-long, and `make race` has the race detector. The
 # packages that take longest begin first. `make lint` calls go vet. Every suite runs, also after a failure.
-test: ext ## all tests: go test, pytest and the tests of the C++ headers
+test: ext ## go test, pytest and the tests of the C++ headers, without what takes too long
 	@status=0
 	log=build/test.log
 	>$$log
