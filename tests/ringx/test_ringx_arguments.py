@@ -589,6 +589,12 @@ def test_layout_that_is_right(world: World, algorithm: str):
     assert all(world.run((0, 1), accepted, algorithm))
 
 
+def test_default_device_of_a_program():
+    with torch.device("meta"):
+        assert positions(8, "zigzag", 0, 2).device.type == "cpu"
+        assert kernels.on_device([1, 2], torch.device("cpu")).tolist() == [1, 2]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_shards_make_the_whole(layout: str, size: int):
