@@ -196,7 +196,7 @@ func fillInfo(out *C.fs_info, v node.Info) {
 	}
 	if v.Words.Len != 0 {
 		out.words = (*C.uint64_t)(unsafe.Pointer(v.Words.Span().Ptr()))
-		out.mask = C.uint64_t(v.Words.Len/8 - 2) // one more is behind them
+		out.mask = C.uint64_t(v.Words.Len/8 - 2) // the last word is no ticket's
 	}
 	put(out.address[:], v.Address)
 }

@@ -135,7 +135,7 @@ type keys struct {
 	paths []*keyring  // by peer; nil: it has had no path yet
 	local atomic.Bool // a Fabric sends what is registered
 
-	forgotten *atomic.Uint64 // see Table.Words
+	givenUp *atomic.Uint64 // see Table.Words
 }
 
 // path has the keys for peer i made at f.
@@ -306,7 +306,7 @@ func (ks *keys) spare() (found bool) {
 		}
 	}
 	if found {
-		ks.forgotten.Add(1)
+		ks.givenUp.Add(1)
 	}
 	return found
 }
@@ -379,5 +379,5 @@ func (ks *keys) revoke(ring *keyring, calm quiet) {
 	clear(ring.all)
 	ring.era++
 	ring.calm = calm
-	ks.forgotten.Add(1)
+	ks.givenUp.Add(1)
 }

@@ -210,7 +210,7 @@ func sources(t *testing.T, servers int) *pair {
 	p := newPair(t, servers)
 	for i := range p.servers {
 		p.wf.local, p.sf[i].local = true, true
-		p.w.keys, p.servers[i].keys = keys{paths: make([]*keyring, servers), forgotten: new(atomic.Uint64)}, keys{paths: make([]*keyring, 1), forgotten: new(atomic.Uint64)}
+		p.w.keys, p.servers[i].keys = keys{paths: make([]*keyring, servers), givenUp: new(atomic.Uint64)}, keys{paths: make([]*keyring, 1), givenUp: new(atomic.Uint64)}
 	}
 	for i, s := range p.servers {
 		p.meet(i, p.wf)
@@ -357,7 +357,7 @@ func (f *locker) Register(r mem.Region) (transport.Key, error) {
 // TestLockedMemory: where no more memory can be locked, registrations that no ticket names are given up, at all Fabrics; if
 // there are none, or that is not enough, the error comes.
 func TestLockedMemory(t *testing.T) {
-	ks := keys{paths: make([]*keyring, 2), forgotten: new(atomic.Uint64)}
+	ks := keys{paths: make([]*keyring, 2), givenUp: new(atomic.Uint64)}
 	f, other := &locker{newFabric(), 2}, newFabric()
 	ks.path(0, f)
 	ks.path(1, other)
@@ -379,7 +379,7 @@ func TestLockedMemory(t *testing.T) {
 	require.NoError(t, err)
 	require.Len(t, f.keys, 2)
 	require.Empty(t, other.keys)
-	require.EqualValues(t, 1, ks.forgotten.Load())
+	require.EqualValues(t, 1, ks.givenUp.Load())
 	_, err = use(0, 3)
 	require.ErrorIs(t, err, syscall.ENOMEM)
 	require.Len(t, f.keys, 2, "tickets name them")
@@ -392,9 +392,9 @@ func TestLockedMemory(t *testing.T) {
 	again, err := use(0, 2)
 	require.NoError(t, err)
 	require.NotNil(t, again[0])
-	told := ks.forgotten.Load()
+	told := ks.givenUp.Load()
 	ks.revoke(ks.paths[0], nil)
-	require.Equal(t, told+1, ks.forgotten.Load())
+	require.Equal(t, told+1, ks.givenUp.Load())
 }
 
 // scarce is a locker that takes memory of a GPU in a way that locks none where that is asked for.
@@ -415,7 +415,7 @@ func (f *scarce) Register(r mem.Region) (transport.Key, error) {
 // TestLockedMemoryOfAGPU: memory of a GPU is taken in a way that locks less when what can be spared has been given up, and
 // not before. Host memory is not.
 func TestLockedMemoryOfAGPU(t *testing.T) {
-	ks := keys{paths: make([]*keyring, 1), forgotten: new(atomic.Uint64)}
+	ks := keys{paths: make([]*keyring, 1), givenUp: new(atomic.Uint64)}
 	f := &scarce{locker: locker{newFabric(), 1}}
 	f.gpu = mem.GPU(0)
 	ring := ks.path(0, f)
@@ -449,7 +449,7 @@ func TestLockedMemoryOfAGPU(t *testing.T) {
 // TestSourcesOnAGPU: memory of the GPU that a Fabric takes by itself is made known to it, and that of no other.
 func TestSourcesOnAGPU(t *testing.T) {
 	for _, gpu := range []mem.Device{mem.CPU, mem.GPU(0), mem.GPU(1)} {
-		ks, f := keys{paths: make([]*keyring, 1), forgotten: new(atomic.Uint64)}, newFabric()
+		ks, f := keys{paths: make([]*keyring, 1), givenUp: new(atomic.Uint64)}, newFabric()
 		f.local, f.gpu = true, gpu
 		ks.path(0, f)
 		x := bytesOf(t, 1, 8, 5)
@@ -462,7 +462,7 @@ func TestSourcesOnAGPU(t *testing.T) {
 // BenchmarkKnownMemory is what a push_pull with two pull tensors pays to find their keys and to let
 // go of them.
 func BenchmarkKnownMemory(b *testing.B) {
-	ks := keys{paths: make([]*keyring, 1), forgotten: new(atomic.Uint64)}
+	ks := keys{paths: make([]*keyring, 1), givenUp: new(atomic.Uint64)}
 	ks.path(0, newFabric())
 	var all []Tensor
 	for i := range 1000 {

@@ -28,7 +28,7 @@ const (
 // ErrFull says that as many tickets are under way as there may be.
 var ErrFull = fmt.Errorf("exchange: %d push_pulls or answers of this node are in progress, which is the limit (wait for one of them first)", Window)
 
-// ErrNoTicket says that a ticket was never issued or is forgotten.
+// ErrNoTicket says that a ticket was never issued or is givenUp.
 var ErrNoTicket = errors.New("exchange: no such ticket")
 
 // Ticket is one push-pull, or one answer, on its way. Between Begin and Submit
@@ -180,7 +180,7 @@ func newTable(n int, c *trace.Counters, h Host) (*Table, error) {
 		ends:   ends{freed: map[freed]func(){}, closed: map[transport.Conn]*closing{}},
 		active: make([]*Ticket, Window),
 		recs:   make([]record, Window),
-		keys:   keys{paths: make([]*keyring, n), forgotten: &words[Window]},
+		keys:   keys{paths: make([]*keyring, n), givenUp: &words[Window]},
 	}, nil
 }
 

@@ -152,9 +152,9 @@ def register_attention(
     Packed documents are ``cu_seq_lens_q``, given to the model: those of the whole sequence, on the
     CPU.
 
-    What one rank refuses is an error on all that compare, and the others may not, if the first call
-    had the same shapes: they wait for this rank then, until the group's time is over. It says so.
-    Give ``agreed=False`` if masks or documents can be wrong on some ranks alone.
+    If one rank refuses a mask or documents, all ranks raise the error in a call that compares
+    arguments. A later call with the same shapes does not compare: then that rank warns, and all
+    wait until the group's timeout. Give ``agreed=False`` to compare in each call.
 
     Args:
         name: the name of the implementation.

@@ -169,7 +169,8 @@ public:
                 0, FS_UNICASTS);
   }
 
-  // Answers a request, once. Returns at once, but waits up to a second while 4,096 answers have not left. Do not change the tensors before the returned handle
+  // Answers a request, once. Returns at once, but waits for room, at most a second, while 4,096
+  // answers have not left. Do not change the tensors before the returned handle
   // is done, or the worker's next request has come.
   //
   // tensors: in the order of the worker's pull tensors, each with as many bytes and of the same

@@ -28,8 +28,7 @@ CASE(shapes) {
   EXPECT(copy != large);
   Shape moved = std::move(copy);
   EXPECT_EQ(moved[9], 10);
-  EXPECT_EQ(copy.size(),
-            0u); // NOLINT(bugprone-use-after-move): it is an empty one
+  EXPECT_EQ(copy.size(), 0u); // moved from
   EXPECT(s == Shape({2, 3}));
 }
 

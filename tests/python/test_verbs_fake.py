@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _pytest.mark.structures import ParameterSet
 from nodes import LIMIT
 
 ROOT = Path(__file__).parents[2]
@@ -138,7 +137,7 @@ def test_doctors_over_several_queue_pairs(library: Path) -> None:
     assert lines["path here"]["text"].startswith("fake0 port 1, GID 3 10.77.0.1 (RoCE v2) to GID ")
 
 
-def long(*values: object) -> ParameterSet:
+def long(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.long)
 
 

@@ -69,8 +69,8 @@ class World:
             self._signal(signal.SIGSTOP)
 
     def _signal(self, number: int) -> None:
-        """Stops all ranks between two calls, or lets them go on: the threads of gloo would take a
-        tenth of two cores, because each wakes up a hundred times a second."""
+        """Stops all ranks, or lets them go on. They are stopped between two calls, because each of
+        gloo's threads wakes up 100 times a second: together they took a tenth of two cores."""
         if self.device == "cpu":
             for rank in self._ranks:
                 with contextlib.suppress(ProcessLookupError):
