@@ -31,10 +31,11 @@ func (f *Fabric) Poll(ev []transport.Event) (int, error) {
 		return n, nil
 	}
 	if f.slept && !f.lost {
-		if _, err := f.cq.Quiet(); errors.As(deviceError(err), new(*transport.DeviceError)) {
+		if _, err := f.cq.Quiet(); err != nil {
+			if !errors.As(deviceError(err), new(*transport.DeviceError)) {
+				return 0, err
+			}
 			f.lose()
-		} else if err != nil {
-			return 0, err
 		}
 	}
 	if err := f.collect(); err != nil {
