@@ -13,8 +13,6 @@ using namespace ps;
 using fserver::DType;
 using fserver::Tensor;
 
-int main(int argc, char **argv) { return run_scenes(argc, argv); }
-
 SCENE(wrong_arguments, 1, 2) {
   if (IsServer()) {
     serve<float>(KVServerDefaultHandle<float>());

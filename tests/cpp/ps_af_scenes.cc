@@ -14,8 +14,6 @@ int main(int argc, char **argv) { return run_scenes(argc, argv); }
 
 namespace {
 
-Node::Role own_role() { return GetRole(std::getenv("DMLC_ROLE")); }
-
 at::Tensor full(std::int64_t n, double value) {
   return at::full({n}, value, at::TensorOptions(at::kFloat));
 }

@@ -8,8 +8,6 @@
 
 using namespace ps;
 
-int main(int argc, char **argv) { return run_scenes(argc, argv); }
-
 namespace {
 
 // A device of the program's own.

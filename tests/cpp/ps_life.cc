@@ -6,11 +6,7 @@
 
 using namespace ps;
 
-int main(int argc, char **argv) { return run_scenes(argc, argv); }
-
 namespace {
-
-Node::Role own_role() { return GetRole(std::getenv("DMLC_ROLE")); }
 
 void push_and_pull(int instance) {
   KVWorker<float> kv(0, 0, instance);

@@ -7,11 +7,8 @@
 
 using namespace ps;
 
-int main(int argc, char **argv) { return run_scenes(argc, argv); }
-
 namespace {
 
-Node::Role own_role() { return GetRole(std::getenv("DMLC_ROLE")); }
 int own_id() { return Postoffice::Get()->van()->my_node().id; }
 
 void until(const std::atomic<int> &count, int n) {

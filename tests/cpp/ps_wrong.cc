@@ -3,8 +3,6 @@
 
 using namespace ps;
 
-int main(int argc, char **argv) { return run_scenes(argc, argv); }
-
 // A setting that makes no sense. The next call reads it again.
 CASE(settings) {
   for (const auto &[name, value, text] :

@@ -172,6 +172,10 @@ inline int run_scenes(int argc, char **argv) {
   return run_cases(argc, argv);
 }
 
+inline ps::Node::Role own_role() {
+  return ps::GetRole(std::getenv("DMLC_ROLE"));
+}
+
 // A KVServer with a handler, which is there until the process ends.
 template <class Val>
 ps::KVServer<Val> *serve(typename ps::KVServer<Val>::ReqHandle handle,

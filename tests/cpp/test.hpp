@@ -1,18 +1,22 @@
-// Cases of a test program, and what they check with. A program runs all of its cases, or those that
-// its arguments name; the first that fails ends it with status 1.
+// Cases of a test program, and what they check with. A program runs all of its cases, or those that its arguments name,
+// by themselves or by their file ("kv_faults"); the first that fails ends it with status 1.
 #pragma once
 
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <exception>
 #include <string>
 #include <typeinfo>
 #include <vector>
 
 struct Case {
-  const char *name;
+  const char *name, *path; // of the file
   void (*run)();
+
+  bool is(const std::string &wanted) const {
+    const std::string p = path, file = p.substr(p.rfind('/') + 1);
+    return wanted == name || wanted + ".cc" == file;
+  }
 };
 
 inline std::vector<Case> &cases() {
@@ -23,7 +27,7 @@ inline std::vector<Case> &cases() {
 #define CASE(name)                                                             \
   static void case_##name();                                                   \
   static const bool added_##name =                                             \
-      (cases().push_back({#name, case_##name}), true);                         \
+      (cases().push_back({#name, __FILE__, case_##name}), true);               \
   static void case_##name()
 
 [[noreturn]] inline void failed(const char *file, int line,
@@ -81,7 +85,7 @@ inline int run_cases(int argc, char **argv) {
   for (const Case &c : cases()) {
     bool wanted = argc < 2;
     for (int i = 1; i < argc; i++)
-      wanted = wanted || std::strcmp(argv[i], c.name) == 0;
+      wanted = wanted || c.is(argv[i]);
     if (!wanted)
       continue;
     std::printf("%s\n", c.name);
