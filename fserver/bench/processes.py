@@ -4,6 +4,7 @@ What a process sends is an answer. If that is a BenchError, the parent raises it
 import atexit
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import re
@@ -19,6 +20,7 @@ from unittest import mock
 from .errors import BenchError, WrongDataError
 
 DUMP_S = 0.5  # for a process to print its stacks before the next one does
+PRELOAD = [f"{__package__}.actors"]  # what the process that forks imports: all that takes long
 KILL_TIMEOUT = 20.0  # seconds; what the kernel takes to end a process, with all its memory
 GONE = re.compile("EOFError|Pipe|does not answer|by peer")  # another process has failed
 
@@ -29,7 +31,7 @@ class Child:
 
     def __init__(self, name: str, function: Callable[..., None], *args: Any, **variables: str):
         context: Any = multiprocessing.get_context("spawn" if variables else "forkserver")
-        context.set_forkserver_preload([f"{__package__}.actors"])  # all that takes long to import
+        context.set_forkserver_preload(PRELOAD)
         self.name, (self.conn, theirs) = name, context.Pipe()
         args = theirs, function, args
         self.process: Any = context.Process(None, _main, name, args, daemon=True)
@@ -111,6 +113,7 @@ def failure(error: BaseException) -> BenchError:
 def _main(conn: Connection, function: Callable[..., None], args: tuple[Any, ...]) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
+    gc.freeze()  # the imports; collections have only what the process makes
     try:
         function(conn, *args)
     except Exception as error:

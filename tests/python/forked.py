@@ -43,7 +43,7 @@ class Forks:
 @pytest.fixture(scope="session")
 def programs() -> Iterator[Forks]:
     """Runs programs that need no interpreter without torch."""
-    made = Forks(OMP_WAIT_POLICY="PASSIVE")
+    made = Forks()
     yield made
     made.close()
 

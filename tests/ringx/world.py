@@ -104,7 +104,6 @@ def leave_others() -> None:
 
 def _serve(connection: Connection, rank: int, size: int, device: str, store: str) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # the imports; collections have only what tests make
     where = {"init_method": f"file://{store}", "rank": rank, "world_size": size}
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     if gpus:
