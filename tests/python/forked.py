@@ -12,11 +12,13 @@ import sys
 import tempfile
 import types
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
+from fserver.bench import processes
 from fserver.bench.processes import Child
 
 MARGIN = 30.0  # seconds after those of the program
@@ -46,6 +48,19 @@ def programs() -> Iterator[Forks]:
     made = Forks()
     yield made
     made.close()
+
+
+@pytest.fixture
+def fork_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[forkserver.ForkServer]:
+    """The test's own process of multiprocessing's that forks. It has the standard error of the
+    test, which may end it: that of the other tests has processes that last as long as they do."""
+    made = forkserver.ForkServer()
+    monkeypatch.setattr(processes, "PRELOAD", processes.PRELOAD[:1])
+    monkeypatch.setattr(forkserver, "_forkserver", made)
+    for name in ("connect_to_new_process", "ensure_running", "set_forkserver_preload"):
+        monkeypatch.setattr(forkserver, name, getattr(made, name))
+    yield made
+    made._stop()
 
 
 def _fork(conn: Connection) -> None:

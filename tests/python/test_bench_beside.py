@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import time
-from multiprocessing import forkserver
 
 import pytest
 
@@ -131,8 +130,8 @@ def test_one_that_dies(monkeypatch):
     assert later == [([], "the worker 0 ended with status 9")] * 2
 
 
-def test_one_that_hangs(monkeypatch, capfd):
-    forkserver._forkserver._stop()  # the next one has the standard error of this test
+@pytest.mark.long
+def test_one_that_hangs(fork_server, monkeypatch, capfd):
     monkeypatch.setattr(libraries, "LIMIT", 4.0)
     why = "no answer from worker 0 and server 0 within 4 s"
     assert measured(monkeypatch, HangingSide) == [([], why)] * 3

@@ -78,16 +78,16 @@ def test_pattern_is_everywhere_and_changes():
         pattern.check(t, 1, 7, "t")
 
 
-def test_a_fork_server_that_is_killed(monkeypatch, capsys):
+def test_a_fork_server_that_is_killed(fork_server, monkeypatch, capsys):
     """While it is to start a process, of which it has been told."""
     read = forkserver.read_signed
 
     def killing(fd):
-        os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+        os.kill(fork_server._forkserver_pid, signal.SIGKILL)
         return read(fd)
 
-    forkserver.ensure_running()
-    os.kill(forkserver._forkserver._forkserver_pid, signal.SIGSTOP)
+    fork_server.ensure_running()
+    os.kill(fork_server._forkserver_pid, signal.SIGSTOP)
     monkeypatch.setattr(forkserver, "read_signed", killing)
     assert bench.main(["pingpong", "--sizes", "64", "--no-baseline"]) == 1
     text = "bench: the worker cannot be started: EOFError("
@@ -174,9 +174,8 @@ class Sleeper(actors.Actor):
         time.sleep(seconds)
 
 
-def test_a_process_that_hangs_is_named_and_ended(capfd):
+def test_a_process_that_hangs_is_named_and_ended(fork_server, capfd):
     """Within the limit, and it prints where it is."""
-    forkserver._forkserver._stop()  # the next one has the standard error of this test
     both = crew.members(None, worker=Sleeper, server=actors.ServerActor)
     with crew.Crew([both[0]], limit=1) as one:
         process = one.peers[0].process

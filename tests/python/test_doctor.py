@@ -304,7 +304,7 @@ def test_kernel(tmp_path: Path) -> None:
     assert limits["open_files"] > 0
 
 
-@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("old", [pytest.param(False, marks=pytest.mark.long), True])
 def test_gpu_driver(tmp_path: Path, old: bool) -> None:
     """The engine binds the driver's functions when it calls them, and asks for them before."""
     here = Path(__file__).parent

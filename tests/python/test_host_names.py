@@ -38,7 +38,9 @@ except fserver.ConfigError as error:
     ("addresses", "said", "warned"),
     [
         pytest.param(["10.77.0.1"], "10.77.0.1 10.77.0.1", False, marks=pytest.mark.long),
-        (["127.0.1.1", "10.77.0.1"], "10.77.0.1 10.77.0.1", False),
+        pytest.param(
+            ["127.0.1.1", "10.77.0.1"], "10.77.0.1 10.77.0.1", False, marks=pytest.mark.long
+        ),
         pytest.param(
             ["10.77.0.9", "10.77.0.1"], "10.77.0.1 10.77.0.1", False, marks=pytest.mark.long
         ),

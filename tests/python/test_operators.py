@@ -31,7 +31,7 @@ def run(program: str) -> None:
 @pytest.mark.parametrize(
     "imports",
     [
-        "import torch, fserver",
+        pytest.param("import torch, fserver", marks=pytest.mark.long),
         pytest.param("import fserver, torch", marks=pytest.mark.long),
         pytest.param("import fserver_lib, torch, fserver", marks=pytest.mark.long),
         pytest.param("import fserver; from torch import nn; import torch", marks=pytest.mark.long),

@@ -175,6 +175,7 @@ def test_a_step_that_fails(spaces: dict[str, str], tmp_path: Path) -> None:
         assert re.search(r"^FAIL doctor .* FSERVER_TRANSPORT=verbs: ", out, re.MULTILINE), out
 
 
+@pytest.mark.long
 def test_a_step_that_hangs(spaces: dict[str, str], tmp_path: Path) -> None:
     """It is ended when its time is over, and the next step runs."""
     python = tmp_path / "python"

@@ -269,11 +269,17 @@ def python(text: str, *search: Path, **env: str) -> subprocess.CompletedProcess[
     )  # fmt: skip
 
 
-def test_environment_variable():
+@pytest.mark.parametrize(
+    ("value", "chosen"),
+    [("portable", "portable"), pytest.param("", "auto", marks=pytest.mark.long)],
+)
+def test_environment_variable(value: str, chosen: str):
     text = "import ringX_attn; print(ringX_attn.get_backend())"
-    for value, chosen in (("portable", "portable"), ("", "auto")):
-        done = python(text, DROPIN, RINGX_ATTN_BACKEND=value)
-        assert (done.returncode, done.stdout) == (0, f"{chosen}\n"), done.stderr
+    done = python(text, DROPIN, RINGX_ATTN_BACKEND=value)
+    assert (done.returncode, done.stdout) == (0, f"{chosen}\n"), done.stderr
+
+
+def test_environment_variable_with_a_wrong_value():
     done = python("from ringX3_attn import ringX3_attn_func", DROPIN, RINGX_ATTN_BACKEND="fused")
     assert "ConfigError: ringX_attn: RINGX_ATTN_BACKEND 'fused': fserver.ringx has" in done.stderr
 
@@ -292,9 +298,8 @@ IMPORTS = "\n".join(
 )
 
 
-@pytest.mark.parametrize(
-    "module", ["ringX4o_attn", pytest.param("ringX_attn", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("module", ["ringX4o_attn", "ringX_attn"])
 def test_import_in_a_fresh_process(module: str):
     done = python(f"from {module} import ringX4o_attn_func as f; print(f.__module__)", DROPIN)
     assert (done.returncode, done.stdout) == (0, "ringX_attn.ringX4o_attn\n"), done.stderr

@@ -127,7 +127,8 @@ def test_batch_of_slurm(name: str, slurm: dict[str, str], tmp_path: Path):
     assert "losses equal" in text and "world size 2" in text
 
 
-@pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.long), "vit"])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gpt", "vit"])
 def test_stand_in(name: str, tmp_path: Path):
     """The variables are those that Slurm sets; the first node is asked of scontrol."""
     scripts = {"srun": SRUN.format(job=free_ports(1)[0] - 20000), "scontrol": "#!/bin/sh\n"}
