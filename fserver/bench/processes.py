@@ -20,7 +20,7 @@ from unittest import mock
 from .errors import BenchError, WrongDataError
 
 DUMP_S = 0.5  # for a process to print its stacks before the next one does
-PRELOAD = [f"{__package__}.actors"]  # what the process that forks imports: all that takes long
+PRELOAD = [f"{__package__}.actors"]  # modules that take long to import: the fork server has them
 KILL_TIMEOUT = 20.0  # seconds; what the kernel takes to end a process, with all its memory
 GONE = re.compile("EOFError|Pipe|does not answer|by peer")  # another process has failed
 

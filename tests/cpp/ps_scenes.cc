@@ -1,5 +1,5 @@
-// Runs the cases of kv_faults.cc and of ps_*.cc, which are compiled together with it: most of the time goes into the
-// templates that all of them use.
+// Runs the cases of the files that CMakeLists.txt compiles with it as one unit. All of them use the same templates, which
+// take most of the time.
 #include "scenes.hpp"
 
 int main(int argc, char **argv) { return run_scenes(argc, argv); }

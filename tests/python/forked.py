@@ -52,8 +52,8 @@ def programs() -> Iterator[Forks]:
 
 @pytest.fixture
 def fork_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[forkserver.ForkServer]:
-    """The test's own process of multiprocessing's that forks. It has the standard error of the
-    test, which may end it: that of the other tests has processes that last as long as they do."""
+    """A fork server of multiprocessing for this test alone, with its standard error. The test may
+    end it; the one that all tests share has children that live until the session ends."""
     made = forkserver.ForkServer()
     monkeypatch.setattr(processes, "PRELOAD", processes.PRELOAD[:1])
     monkeypatch.setattr(forkserver, "_forkserver", made)

@@ -29,7 +29,7 @@ func TestModel(t *testing.T) {
 	for _, m := range models {
 		t.Run(m.name, func(t *testing.T) {
 			if m.long && transporttest.Quick() {
-				t.Skip("takes two thirds of the time of all")
+				t.Skip("left to check-long: the two long models take longer than all others together")
 			}
 			begin := time.Now()
 			states, bad, _ := m.run(false)
