@@ -37,7 +37,6 @@ from fserver.bench import report
 from fserver.bench.options import listed, one_of, parser, positive, size
 from fserver.ringx import positions, ringx_attention
 from fserver.ringx.algorithms import ALGORITHMS
-from fserver.ringx.ranks import ranks_of
 
 WARM = 5  # calls
 PARSER = parser(
@@ -183,8 +182,6 @@ def measure_one(
                 row[f"{name}_tflops_per_gpu"] = flop * work / took / 1e9
                 alone_ms = ideal.setdefault(name, took if not shared else math.nan)
                 row[f"{name}_of_ideal"] = alone_ms / (took * size if shared else took)
-            if "copies" in method.name and (window := ranks_of(None).kept.window):
-                row["window_gb"] = window.size / 1e9  # beside the peaks, kept since then
     except Exception as error:
         row["skipped"] = f"{type(error).__name__}: {str(error)[:500]}"
     return row

@@ -92,11 +92,6 @@ class Window:
         self._memory[name] = _Memory(handle, tensor)
         return True
 
-    @property
-    def size(self) -> int:
-        """Bytes of this rank. The window keeps them, beside torch's allocator."""
-        return sum(memory.tensor.nbytes for memory in [*self._memory.values(), *self._kept])
-
     def of(
         self, rank: int, name: str, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0
     ) -> Tensor:
