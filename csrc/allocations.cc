@@ -33,7 +33,7 @@ bool Allocations::number(fs_node node, const Memory &m, fs_tensor &t,
   t.alloc = k.number;
   const bool again = k.given_up != given_up;
   k.given_up = given_up;
-  return fresh || again;
+  return fresh || again || registering_;
 }
 
 void Allocations::sweep(fs_node node) {

@@ -14,8 +14,9 @@ namespace fserver {
 // when the allocation is gone. Guarded by the GIL.
 class Allocations {
 public:
-  // Sets t.alloc to the number of the allocation m that t lies in. True: it is new, or the engine
-  // may have given up its registration, which it has done `given_up` times.
+  // Sets t.alloc to the number of the allocation m that t lies in. True: its registration may take
+  // place or be awaited in this call. It is new, or the engine may have given its registration up,
+  // which it has done `given_up` times, or another thread is in a call that registers memory.
   bool number(fs_node node, const Memory &m, fs_tensor &t, uint64_t given_up);
 
   void clear() { known_.clear(); }
@@ -28,15 +29,19 @@ public:
     Call(const Call &) = delete;
     Call &operator=(const Call &) = delete;
     ~Call() {
+      all_.registering_ -= registers_;
       if (taken)
         return;
       for (auto &k : all_.known_)
         k.second.given_up = UINT64_MAX;
     }
+    // What number() has said of any of its tensors. Before the call leaves the GIL.
+    void registers(bool fresh) { all_.registering_ += registers_ = fresh; }
     bool taken = false;
 
   private:
     Allocations &all_;
+    bool registers_ = false;
   };
 
 private:
@@ -54,6 +59,7 @@ private:
   uint64_t last_ = 0;
   uint32_t calls_ = 0;
   size_t limit_ = 64;
+  int registering_ = 0; // calls that register memory, or wait for that
 };
 
 } // namespace fserver

@@ -283,6 +283,7 @@ void Server::respond(PyObject *tensors, PyObject *handler, bool need_event) {
                                       t.all.data(), &ticket, &answered)
                          : 0;
   };
+  call.registers(t.fresh);
   const int rc = may_block(t.bytes, t.fresh) ? unlocked(send) : send();
   check("respond", rc);
   behind.refuse("respond");
@@ -342,6 +343,7 @@ void Server::respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
                             t.data(), tickets.data(), &answered)
                : 0;
   };
+  call.registers(fresh);
   int rc = may_block(whole.bytes, fresh) ? unlocked(send) : send();
   behind.refuse("respond_vec");
   call.taken = rc >= 0;

@@ -161,6 +161,7 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
     return fs_push_pull(id_, channel, channel ? nullptr : behind.stream(),
                         t.all.data(), np, t.all.data() + np, nq, &ticket);
   };
+  call.registers(t.fresh);
   const int rc = may_block(t.bytes, t.fresh) ? unlocked(send) : send();
   check("push_pull", rc);
   behind.refuse("push_pull");

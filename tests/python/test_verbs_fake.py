@@ -43,6 +43,40 @@ cluster.close()
 print(*counts)
 """
 
+TWO_THREADS = """
+import ctypes, faulthandler, sys, threading, time, torch
+sys.path.insert(0, sys.argv[1])
+import nodes
+
+fake = ctypes.CDLL("libibverbs.so.1")
+cluster = nodes.open_cluster(transport="verbs")
+worker, server = cluster.worker, cluster.server
+faulthandler.dump_traceback_later(30, exit=True)
+x, handlers = torch.arange(1 << 20, dtype=torch.float32), []
+fake.fake_set(b"stall", ctypes.c_long(x.nbytes))
+
+def push(tensor, key):
+    handlers.append(worker.push_pull([tensor], [key], [], []))
+
+first = threading.Thread(target=push, args=(x, 1))
+first.start()
+while not fake.fake_count(b"stalled"):
+    time.sleep(0.001)
+second = threading.Thread(target=push, args=(x[:7], 2))
+second.start()
+time.sleep(0.5)  # second waits for the registration: without the GIL, or this does not end
+fake.fake_set(b"stall", ctypes.c_long(0))
+first.join()
+second.join()
+for _ in range(2):
+    [(handler, [got], _)] = server.get_batch(10_000)
+    assert torch.equal(got, x[: got.numel()])
+    server.respond([], handler)
+for h in handlers:
+    worker.wait(h, 10_000)
+cluster.close()
+"""
+
 
 DOCTORS = """
 import os, sys, threading
@@ -71,19 +105,27 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_memory_is_registered_once(library: Path) -> None:
-    """Pushed tensors, answers and pull tensors: a second push_pull of them registers nothing."""
+def run(library: Path, program: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(Path(__file__).parent)],
+        [sys.executable, "-c", program, str(Path(__file__).parent)],
         env={**os.environ, "LD_LIBRARY_PATH": str(library)},
         capture_output=True,
         text=True,
         timeout=2 * LIMIT,
     )
     assert done.returncode == 0, done.stderr
-    first, *later = map(int, done.stdout.split())
+    return done.stdout
+
+
+def test_memory_is_registered_once(library: Path) -> None:
+    """Pushed tensors, answers and pull tensors: a second push_pull of them registers nothing."""
+    first, *later = map(int, run(library, PROGRAM).split())
     assert first > 0
     assert later == [first] * 4
+
+
+def test_a_second_thread_waits_for_a_registration_without_the_gil(library: Path) -> None:
+    run(library, TWO_THREADS)
 
 
 def doctors(library: Path, **settings: str) -> tuple[int, dict[str, Any], dict[str, dict]]:

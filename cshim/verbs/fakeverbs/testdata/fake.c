@@ -25,7 +25,7 @@ struct mr *mrs;
 
 /* Options: what the devices are like. */
 static long opt_td = 1, opt_cqe = 4096, opt_mr_size = 1L << 40, opt_gids = 2,
-            opt_down, opt_locked = -1, opt_dmabuf = 1;
+            opt_down, opt_locked = -1, opt_dmabuf = 1, opt_stall;
 long opt_devices = 2, opt_inline = 220, opt_mute, opt_qps = 1000, opt_wr = 4096,
      opt_lag, opt_ib, opt_away = -1, opt_ports = 1;
 int opt_hold;
@@ -396,6 +396,12 @@ static struct ibv_mr *taken(struct mr *m, struct ibv_pd *v, size_t length,
 struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *v, void *addr, size_t length,
                                 uint64_t iova, unsigned access) {
   lock();
+  for (int waits = 0; opt_stall && (long)length >= opt_stall; waits = 1) {
+    count("stalled", !waits);
+    unlock();
+    usleep(1000);
+    lock();
+  }
   MAY_FAIL("ibv_reg_mr", v->context, NULL);
   struct mr *m = calloc(1, sizeof *m);
   m->start = iova;
@@ -539,7 +545,8 @@ static const struct {
     {"lag", &opt_lag, 0},         {"patient", &opt_patient, 0},
     {"infiniband", &opt_ib, 0},   {"away", &opt_away, -1},
     {"ports", &opt_ports, 1},     {"dmabuf", &opt_dmabuf, 1},
-    {"late", &opt_late, 0},       {"mute", &opt_mute, 0}};
+    {"late", &opt_late, 0},       {"mute", &opt_mute, 0},
+    {"stall", &opt_stall, 0}};
 
 int fake_set(const char *name, long value) {
   lock();
