@@ -159,7 +159,7 @@ fuzz: setup ## run each fuzz target for FUZZTIME (30s)
 	  done
 	done
 
-check-long: ext ## what takes too long for `make test`: wheel sdist site demo chaos soak random fuzz softroce engine cpp links (PARTS="wheel sdist")
+check-long: ext ## what takes too long for `make test`: wheel sdist site demo chaos soak random fuzz softroce pytest engine cpp links (PARTS="wheel sdist")
 	@BIN=$(BIN) MAKE="$(MAKE)" tools/check_long.sh $(PARTS)
 
 softroce: setup ## run RDMA tests in an emulated machine with two software NICs; installs qemu (CASES="floor tcp")

@@ -45,7 +45,7 @@ func newSecure(conn *tls.Conn, l *cipherLink, fd int) *secure {
 }
 
 // unsent says whether the kernel has not taken all ciphertext.
-func (s *secure) unsent() bool { return len(s.link.out) > 0 }
+func (s *secure) unsent() bool { return s.link.left > 0 }
 
 // inside says whether the peer's stream stands in the middle of a TLS record.
 func (s *secure) inside() bool { return s.link.at.inside() }
@@ -147,10 +147,10 @@ type cipherLink struct {
 	fd    int
 	in    []byte // in[r:w] has come
 	r, w  int
-	dry   bool   // the kernel has no more, as far as this visit knows
-	eof   bool   // nor will have
-	out   []byte // not taken by the kernel from done on
-	done  int
+	dry   bool      // the kernel has no more, as far as this visit knows
+	eof   bool      // nor will have
+	out   []byte    // the kernel has not taken the end of it
+	left  int       // how many bytes that are
 	moved [2]uint64 // bytes in and out, ever
 	at    recordMark
 }
@@ -190,6 +190,7 @@ func (l *cipherLink) Write(b []byte) (int, error) {
 		return 0, errUnread
 	}
 	l.out = append(l.out, b...)
+	l.left += len(b)
 	return len(b), nil
 }
 
@@ -208,19 +209,19 @@ func (l *cipherLink) fill() unix.Errno {
 
 // flush gives the kernel what it takes of out; EAGAIN says that some is left.
 func (l *cipherLink) flush() unix.Errno {
-	if len(l.out) == 0 {
+	if l.left == 0 {
 		return 0
 	}
-	n, e := of(l.out[l.done:]).send(l.fd)
+	n, e := of(l.out[len(l.out)-l.left:]).send(l.fd)
 	if e != 0 {
 		return e
 	}
-	l.done += n
+	l.left -= n
 	l.moved[1] += uint64(n)
-	if l.done < len(l.out) {
+	if l.left > 0 {
 		return unix.EAGAIN
 	}
-	l.out, l.done = l.out[:0], 0
+	l.out = l.out[:0]
 	return 0
 }
 
