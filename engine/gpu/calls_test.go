@@ -8,6 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"fserver/cshim/cuda"
+	"fserver/engine/transport"
 )
 
 // passing is a Device whose events pass one after the other, each between two questions.
@@ -45,4 +46,11 @@ func TestLook(t *testing.T) {
 	require.False(t, c.Marked())
 	require.EqualValues(t, 4, words[1].Load())
 	require.Len(t, c.spare, 4)
+}
+
+// TestNoGPU: a GPU that is not there is refused before anything is kept for it.
+func TestNoGPU(t *testing.T) {
+	var no *transport.ErrUnavailable
+	require.ErrorAs(t, FreeLater(1000, Memory, 0, 0), &no)
+	require.ErrorAs(t, &IndexError{&transport.ErrUnavailable{Transport: "gpu"}}, &no)
 }

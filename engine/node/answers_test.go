@@ -65,3 +65,44 @@ func respond1(t *testing.T, n *Node, handler uint64) {
 	require.NoError(t, n.Respond(handler, a))
 	n.Flush()
 }
+
+// TestAskAboutRequests: what a server can ask of a request, and a worker of one that waits; a node without such
+// requests refuses.
+func TestAskAboutRequests(t *testing.T) {
+	m := newMesh(t, openFabrics, shape{1, 1, 1})
+	w, s := m.workers[0], m.servers[0]
+	id := pushPull(t, w, []exchange.Tensor{tensor(t, 5, 2)}, []exchange.Tensor{tensor(t, 7, 1), tensor(t, 9, 1)})
+	b, err := getBatch(s)
+	require.NoError(t, err)
+	h := b.reqs[0].handler
+	rank, err := s.WorkerOf(h)
+	require.NoError(t, err)
+	require.Zero(t, rank)
+	keys := make([]uint64, 1) // as many as fit
+	n, err := s.PullKeys(h, keys)
+	require.NoError(t, err)
+	require.Equal(t, 2, n)
+	require.EqualValues(t, 7, keys[0])
+	lost, err := s.Losses(0)
+	require.NoError(t, err)
+	require.Zero(t, lost)
+	p, err := w.Waits(id)
+	require.NoError(t, err)
+	require.Equal(t, exchange.Pending{Key: 5, Sent: true}, p)
+	require.NoError(t, s.Fail(h, "no\n such  expert"))
+	require.ErrorContains(t, wait(w, id), "no such expert")
+
+	_, err = s.WorkerOf(h + 1<<20)
+	require.Error(t, err)
+	_, err = w.WorkerOf(h)
+	require.ErrorContains(t, err, "worker_of")
+	_, err = w.PullKeys(h, keys)
+	require.ErrorContains(t, err, "pull_keys")
+	_, err = w.Losses(0)
+	require.ErrorContains(t, err, "losses")
+	require.ErrorContains(t, w.Fail(h, ""), "fail")
+	_, err = s.Waits(id)
+	require.ErrorContains(t, err, "no push_pulls")
+	require.ErrorContains(t, m.scheduler.Wait(id, 0, false), "no push_pulls")
+	m.stop()
+}

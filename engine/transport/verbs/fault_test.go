@@ -271,6 +271,17 @@ func TestUnavailable(t *testing.T) {
 	fails("fake0", "port 1 of fake0 is not active")
 	fakeverbs.Set("devices", 0)
 	fails("", "no RDMA device (/sys/class/infiniband is empty)")
+	fakeverbs.Set("devices", 2)
+	fakeverbs.Set("down", 0)
+	fakeverbs.Set("gids", 2)
+	fakeverbs.Set("cqe", sendRoom)
+	_, err := Open(Options{Options: link.Options{Gate: transporttest.Gate{}}, Library: library2(t), Device: "fake0"})
+	require.ErrorContains(t, err, "too little for one connection")
+	fakeverbs.Fail("ibv_create_cq", unix.ENOMEM, 0, 1)
+	_, err = Open(Options{Options: link.Options{Gate: transporttest.Gate{}}, Library: library2(t), Device: "fake0"})
+	require.ErrorIs(t, err, unix.ENOMEM)
+	fakeverbs.Set("devices", 0)
+	require.Equal(t, []transport.Finding{{What: "devices", State: transport.No, Text: "no RDMA device", Remedy: "/sys/class/infiniband is empty"}}, probe(nil))
 }
 
 // TestHostileMessages: what a peer sends that makes no sense ends its Conn alone, and what comes behind it is not given.
