@@ -21,7 +21,6 @@ from fserver.run import address
 
 SIZES = (4 << 10, 4 << 10), (1 << 20, 1 << 20), (896 << 10, 1792 << 10)  # bytes there and back
 WARM, COUNT = 20, 200
-LINE = 1 << 20  # characters of a line from the other host, at most
 
 
 def connected(options: argparse.Namespace) -> socket.socket:
@@ -49,7 +48,7 @@ def meet(options: argparse.Namespace) -> None:
         other.settimeout(10)
         other.sendall(json.dumps([options.name, options.say]).encode() + b"\n")
         try:
-            step, said = json.loads(other.makefile().readline(LINE))
+            step, said = json.loads(other.makefile().readline(1 << 20))
         except (TypeError, ValueError):
             step, said = "no step of rdma_check.sh", ""
         if step != options.name:

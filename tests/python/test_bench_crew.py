@@ -247,6 +247,7 @@ def test_a_process_that_cannot_be_killed():
     """It is told, the others are ended, and this one does not wait for it when it leaves."""
     parent = subprocess.Popen(
         [sys.executable, "-c", STAYS],
+        env={name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
