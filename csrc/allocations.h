@@ -14,8 +14,8 @@ namespace fserver {
 // when the allocation is gone. Guarded by the GIL.
 class Allocations {
 public:
-  // Sets t.alloc to the number of the allocation m that t lies in. True: its registration may take
-  // place or be awaited in this call. It is new, or the engine may have given its registration up,
+  // Sets t.alloc to the number of the allocation m that t lies in. True: the call may register it,
+  // or wait until another thread has. It is new, or the engine may have given its registration up,
   // which it has done `given_up` times, or another thread is in a call that registers memory.
   bool number(fs_node node, const Memory &m, fs_tensor &t, uint64_t given_up);
 
@@ -35,8 +35,12 @@ public:
       for (auto &k : all_.known_)
         k.second.given_up = UINT64_MAX;
     }
-    // What number() has said of any of its tensors. Before the call leaves the GIL.
-    void registers(bool fresh) { all_.registering_ += registers_ = fresh; }
+    // To be called once, before the GIL is given up: whether number() has returned true for any
+    // of its tensors.
+    void registers(bool fresh) {
+      registers_ = fresh;
+      all_.registering_ += fresh;
+    }
     bool taken = false;
 
   private:

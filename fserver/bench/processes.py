@@ -64,7 +64,7 @@ class Child:
             text = f"{name} has not ended {KILL_TIMEOUT:g} s after SIGKILL: the kernel holds it"
             print(f"bench: {text} (/proc/{self.process.pid}/stack shows where)", file=sys.stderr)
             atexit.register(os._exit, 1)
-            atexit.register(sys.stdout.flush)  # comes before it
+            atexit.register(sys.stdout.flush)  # runs before it
         self.conn.close()
 
 

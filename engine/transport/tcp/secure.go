@@ -149,8 +149,8 @@ type cipherLink struct {
 	r, w  int
 	dry   bool      // the kernel has no more, as far as this visit knows
 	eof   bool      // nor will have
-	out   []byte    // the kernel has not taken the end of it
-	left  int       // how many bytes that are
+	out   []byte    // ciphertext; the kernel has not taken its last bytes
+	left  int       // how many bytes these are
 	moved [2]uint64 // bytes in and out, ever
 	at    recordMark
 }
