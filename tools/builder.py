@@ -6,9 +6,8 @@
     python tools/builder.py go       prints the path of the Go toolchain
 
 Environment: CC, CXX, CXXFLAGS, LDFLAGS; MAX_JOBS, the compilers at a time; FSERVER_ARCHIVE, an
-archive that was built elsewhere, without which Go is needed; FSERVER_TORCHES, folders of packages
-torch, with ":" between them: each gets an adapter, instead of this Python's torch. The pybind11 of
-the first is used.
+archive that was built elsewhere, without which Go is needed; FSERVER_TORCHES, "torch:torch:...",
+folders that each get an adapter, instead of this Python's torch. pybind11 is that of the first.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 
 import needs
 from needs import ROOT, BuildError, compiler
@@ -45,15 +45,14 @@ LINK = ["-shared", "-Wl,-z,nodelete", "-Wl,-z,lazy", "-Wl,-z,text", "-Wl,--as-ne
 LINK += ["-Wl,--strip-debug", "-lresolv", "-lpthread"]
 
 
-def _run(what: str, command: Sequence[object], env: dict[str, str] | None = None) -> None:
+def _run(what: str, command: Sequence[object]) -> None:
     """Runs a command. What it prints comes in one piece, because others run beside it."""
     words = [str(word) for word in command]
     print(f"build: {what}\n", end="", flush=True)
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
-    output = done.stdout + done.stderr
+    done = subprocess.run(words, cwd=ROOT, stdout=PIPE, stderr=STDOUT, text=True)
     if done.returncode:
-        raise BuildError(f"{shlex.join(words)}: exit status {done.returncode}\n{output}")
-    print(output, end="", flush=True)
+        raise BuildError(f"{shlex.join(words)}: exit status {done.returncode}\n{done.stdout}")
+    print(done.stdout, end="", flush=True)
 
 
 def _words(variable: str) -> list[str]:
@@ -128,17 +127,20 @@ def archive() -> Path:
     """Builds build/libfserver.a, or takes the one that FSERVER_ARCHIVE names."""
     if given := needs.prebuilt():
         return given
-    path = BUILD / "libfserver.a"
-    env = {**os.environ, "GOTOOLCHAIN": "local", "CGO_ENABLED": "1"}
     # As the Makefile sets it: Go's cache does not notice that a header of the system has come.
-    flag = "-DCS_VERBS_INSTALLED"
-    env.setdefault("CGO_CFLAGS", "-O2 -g")
-    if os.path.exists("/usr/include/infiniband/verbs.h") and flag not in env["CGO_CFLAGS"]:
-        env["CGO_CFLAGS"] += f" {flag}"
+    flag, cflags = "-DCS_VERBS_INSTALLED", os.environ.get("CGO_CFLAGS", "-O2 -g")
+    if os.path.exists("/usr/include/infiniband/verbs.h") and flag not in cflags:
+        cflags += f" {flag}"
+    go, made, noted = needs.find_go(), BUILD / "libfserver.a", GENERATED / "go_settings.txt"
+    env = ["env", "GOTOOLCHAIN=local", "CGO_ENABLED=1", f"CGO_CFLAGS={cflags}", go]
     # Go's own symbols stay for profilers; debug information would double the file.
-    flags = ["-trimpath", "-buildvcs=false", "-ldflags=-w", "-buildmode=c-archive", "-o", path]
-    _run("go ./engine/cabi", [needs.find_go(), "build", *flags, "./engine/cabi"], env)
-    return path
+    flags = ["-trimpath", "-buildvcs=false", "-ldflags=-w", "-buildmode=c-archive", "-o", made]
+    # Go itself would compile all C again, also if nothing has changed.
+    _put(noted, subprocess.run([*env, "env", "-changed"], cwd=ROOT, stdout=PIPE).stdout)
+    files = [*ROOT.glob("engine/**/*.*"), *ROOT.glob("cshim/**/*.*"), *ROOT.glob("go.*")]
+    inputs = sorted(path for path in files if path.is_file() and "_test." not in path.name)
+    command = [*env, "build", *flags, "./engine/cabi"]
+    return _make("go ./engine/cabi", made, [Path(go), noted, *inputs], command)
 
 
 def commit() -> str:
@@ -156,8 +158,7 @@ def commit() -> str:
 def source(tree: Path) -> None:
     """Adds the commit and the Go modules of the engine to an unpacked source distribution."""
     (tree / "COMMIT").write_text(f"{commit()}\n")
-    env = {**os.environ, "GO": needs.find_go()}
-    _run("go mod vendor", [ROOT / "tools/vendor.sh", tree], env)
+    _run("go mod vendor", ["env", f"GO={needs.find_go()}", ROOT / "tools/vendor.sh", tree])
 
 
 def extension(package: Path) -> None:

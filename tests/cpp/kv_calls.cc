@@ -8,8 +8,6 @@
 
 using namespace ps;
 
-int main(int argc, char **argv) { return run_scenes(argc, argv); }
-
 namespace {
 
 // Keys that are spread over all servers.

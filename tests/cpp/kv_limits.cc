@@ -32,8 +32,6 @@ void *realloc(void *p, std::size_t n) {
 }
 }
 
-int main(int argc, char **argv) { return run_scenes(argc, argv); }
-
 SCENE(steady_requests_allocate_nothing, 1, 3) {
   if (IsServer()) {
     serve<float>([](const KVMeta &meta, const KVPairs<float> &data,

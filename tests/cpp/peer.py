@@ -1,7 +1,7 @@
 """The Python side of peer.cc and of ps_peer.cc, and a program with a C++ plugin.
 
 python peer.py worker|server PEER   PEER has that role, and this process the other one
-python peer.py beside PS_PEER       a worker of Python's, and one of PS_PEER with keys and values
+python peer.py beside PEER          a worker of Python's, and one of ps_peer.cc with keys and values
 python peer.py plugin PLUGIN        a worker of Python's and a server of the plugin's, one process
 """
 

@@ -10,7 +10,13 @@
 
 using namespace ps;
 
-int main(int argc, char **argv) { return run_scenes(argc, argv); }
+int play_peer(bool with_values); // of ps_peer.cc
+
+int main(int argc, char **argv) {
+  if (std::getenv("DMLC_ROLE") && !std::getenv("KV_SCENE"))
+    return play_peer(argc > 1);
+  return run_scenes(argc, argv);
+}
 
 namespace {
 

@@ -1,7 +1,8 @@
 // A worker or a server of StepMesh's interface, as DMLC_ROLE says; peer.py has the other one. The server has keys and
-// values, too. `ps_peer values` is a worker that uses these, beside a worker of Python's.
-#include "ps/ps.h"
-#include "test.hpp"
+// values, too: a worker may use these instead, beside a worker of Python's.
+#include "ps/af_tensor_app.h"
+
+#include "scenes.hpp"
 
 using namespace ps;
 
@@ -62,17 +63,20 @@ void serve() {
 
 } // namespace
 
-int main(int argc, char **) {
+int play_peer(bool with_values);
+
+int play_peer(bool with_values) {
   try {
-    const Node::Role role = GetRole(std::getenv("DMLC_ROLE"));
+    const Node::Role role = own_role();
     Environment::Init({{"STEPMESH_BACKEND", "CPU"}}); // where the tensors are
     StartPS(0, role, -1, false);
     if (role == Node::SERVER)
       serve();
     else
-      argc > 1 ? work_with_values() : work_with_tensors();
+      with_values ? work_with_values() : work_with_tensors();
     Finalize(0, role);
   } catch (const std::exception &e) {
     failed("ps_peer", 0, e.what());
   }
+  return 0;
 }

@@ -8,8 +8,7 @@
 #include <sstream>
 
 #include "ps/internal/threadsafe_queue.h"
-#include "ps/ps.h"
-#include "test.hpp"
+#include "scenes.hpp"
 
 using namespace ps;
 

@@ -3,8 +3,8 @@
 
 using namespace ps;
 
-// A setting that makes no sense. The next call reads it again.
-CASE(settings) {
+// The next call reads a setting again.
+CASE(settings_that_make_no_sense) {
   for (const auto &[name, value, text] :
        {std::tuple{"DMLC_NUM_WORKER", "0",
                    "DMLC_NUM_WORKER=0: want at least 1"},

@@ -4,6 +4,7 @@ fork has none of its threads."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
@@ -30,11 +31,16 @@ class Forks:
     def __init__(self, **env: str) -> None:
         self._child = Child("process that forks", _fork, **env)
 
-    def run(self, *command: str, limit: int, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *command: str, limit: int, finalize: bool = False, **env: str
+    ) -> subprocess.CompletedProcess[str]:
         """Runs a program, with its arguments, as ``python PROGRAM ...`` or ``python -c CODE ...``
-        would, with these variables in its environment. SIGALRM ends it after ``limit`` seconds."""
+        would, with these variables in its environment. SIGALRM ends it after ``limit`` seconds.
+        The process ends without finalizing the interpreter, which takes half a second, unless
+        ``finalize`` is true."""
         with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
-            self._child.put((command, limit, env, (os.devnull, out.name, err.name)))
+            files = (os.devnull, out.name, err.name)
+            self._child.put((command, limit, finalize, env, files))
             status = self._child.get(limit + MARGIN)
             return subprocess.CompletedProcess(command, status, out.read(), err.read())
 
@@ -71,7 +77,7 @@ def _fork(conn: Connection) -> None:
     gc.collect()
     gc.freeze()  # a child's exit then leaves most of this memory alone
     while True:
-        command, limit, env, files = conn.recv()
+        command, limit, finalize, env, files = conn.recv()
         if child := os.fork():
             conn.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
             continue
@@ -79,11 +85,16 @@ def _fork(conn: Connection) -> None:
         os.environ.update(env)
         for fd, path in enumerate(files):
             os.dup2(os.open(path, os.O_RDWR), fd)
-        _run(command)
+        status = _run(command)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if finalize:
+            ctypes.pythonapi.Py_Exit(status)
+        os._exit(status)
 
 
-def _run(command: tuple[str, ...]) -> None:
-    """Runs a program as ``__main__``, whose variables live until the interpreter has ended."""
+def _run(command: tuple[str, ...]) -> int:
+    """Runs a program as ``__main__``, whose variables live on; gives its exit status."""
     program, code = command[0], None
     if program == "-c":
         program, code, sys.argv = "<string>", command[1], ["-c", *command[2:]]
@@ -93,7 +104,9 @@ def _run(command: tuple[str, ...]) -> None:
     main.__file__ = program
     try:
         exec(compile(code, program, "exec", dont_inherit=True), main.__dict__)
+    except SystemExit as error:
+        return int(error.code or 0)
     except Exception:
         sys.excepthook(*sys.exc_info())
-        sys.exit(1)
-    sys.exit()
+        return 1
+    return 0

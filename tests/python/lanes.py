@@ -64,14 +64,19 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     forks.close()
 
 
-def over(driver: Forks, check: Callable[..., None], *arguments: str) -> None:
+def over(
+    driver: Forks, check: Callable[..., None], *arguments: str, finalize: bool = False
+) -> None:
     """Runs a function of a test file in a child, over the driver."""
-    done = driver.run(check.__code__.co_filename, check.__name__, *arguments, limit=LIMIT)
+    command = (check.__code__.co_filename, check.__name__, *arguments)
+    done = driver.run(*command, limit=LIMIT, finalize=finalize)
     assert done.returncode == 0, f"{done.returncode}: {done.stdout}{done.stderr}"
     assert done.stdout.endswith("checked\n"), done
 
 
-def over_driver(*cases: str | tuple[str, ...]) -> Callable[[Callable[..., None]], Any]:
+def over_driver(
+    *cases: str | tuple[str, ...], finalize: bool = False
+) -> Callable[[Callable[..., None]], Any]:
     """Makes a test of a function, which runs in a child over the driver: once with each of the
     cases as its arguments."""
     each = [(case,) if isinstance(case, str) else case for case in cases or [()]]
@@ -79,7 +84,7 @@ def over_driver(*cases: str | tuple[str, ...]) -> Callable[[Callable[..., None]]
     def made(check: Callable[..., None]) -> Any:
         @pytest.mark.parametrize("case", each, ids=["-".join(case) or "once" for case in each])
         def test(driver: Forks, case: tuple[str, ...]) -> None:
-            over(driver, check, *case)
+            over(driver, check, *case, finalize=finalize)
 
         test.__name__, test.__doc__ = check.__name__, check.__doc__
         test.__dict__["check"] = check

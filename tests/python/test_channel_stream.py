@@ -720,7 +720,7 @@ print("open", flush=True)
 @pytest.mark.parametrize("program", [LEFT_OPEN, LEFT_ASKING], ids=["channel", "notify"])
 def test_process_ends_with_a_stream_that_waits(programs: Forks, program: str) -> None:
     start = time.monotonic()
-    done = programs.run("-c", program, limit=60)
+    done = programs.run("-c", program, limit=60, finalize=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "open\n", "")
     assert time.monotonic() - start < LIMIT
 

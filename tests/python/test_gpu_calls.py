@@ -273,7 +273,7 @@ def ends_with_the_interpreter() -> None:
     ],
 )
 def test_calls(driver: Forks, check: Callable[[], None]) -> None:  # noqa: F811
-    over(driver, check)
+    over(driver, check, finalize=check is ends_with_the_interpreter)
 
 
 if __name__ == "__main__":

@@ -516,7 +516,7 @@ class ClosesLast:
         self.sides[0].lane.close()
 
 
-@over_driver("kernel", "copy")
+@over_driver("kernel", "copy", finalize=True)
 def test_busy_at_exit(mode: str) -> None:
     """A thread that the interpreter has left behind never comes back from its call."""
     global LAST

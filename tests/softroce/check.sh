@@ -57,16 +57,16 @@ fi
 names=("$@")
 cabi abi_test tests/cabi/abi_test.c
 cabi mesh tests/cabi/mesh*.c
-# The same for programs of C++: PROGRAM SOURCE.
+# The same for programs of C++: PROGRAM SOURCE...
 cpp() {
   needed "$1" "${names[@]}" || return 0
-  ${CXX:-c++} -std=c++17 -O2 -Wall -Wextra -Werror -Iinclude -Iengine/cabi -o "$share/$1" "$2" build/libfserver.a -pthread \
+  ${CXX:-c++} -std=c++17 -O2 -Wall -Wextra -Werror -Iinclude -Iengine/cabi -o "$share/$1" "${@:2}" build/libfserver.a -pthread \
     -lresolv -ldl -Wl,-z,lazy,--unresolved-symbols=ignore-in-object-files,--export-dynamic
 }
 cpp cpp_echo examples/cpp/echo.cc
 cpp cpp_kv examples/cpp/kv.cc
 cpp cpp_bench fserver/bench/bench_kv.cc
-cpp cpp_calls tests/cpp/kv_calls.cc
+cpp cpp_calls tests/cpp/{ps_scenes,kv_calls}.cc
 cabi echo tests/softroce/echo.c tests/softroce/rdma.c -libverbs
 # As the Makefile has it, which may have looked before libibverbs-dev was installed.
 [[ ${CGO_CFLAGS:-} == *-DCS_VERBS_INSTALLED* ]] || export CGO_CFLAGS="${CGO_CFLAGS:--O2 -g} -DCS_VERBS_INSTALLED"
