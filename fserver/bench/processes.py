@@ -4,7 +4,6 @@ What a process sends is an answer. If that is a BenchError, the parent raises it
 import atexit
 import contextlib
 import faulthandler
-import gc
 import multiprocessing
 import os
 import re
@@ -31,10 +30,9 @@ class Child:
 
     def __init__(self, name: str, function: Callable[..., None], *args: Any, **variables: str):
         context: Any = multiprocessing.get_context("spawn" if variables else "forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context.set_forkserver_preload([*PRELOAD, f"{__package__}.frozen"])
         self.name, (self.conn, theirs) = name, context.Pipe()
-        args = theirs, function, args
-        self.process: Any = context.Process(None, _main, name, args, daemon=True)
+        self.process = context.Process(None, _main, name, (theirs, function, args), daemon=True)
         try:
             with mock.patch.dict(os.environ, variables):
                 self.process.start()
@@ -114,7 +112,6 @@ def failure(error: BaseException) -> BenchError:
 def _main(conn: Connection, function: Callable[..., None], args: tuple[Any, ...]) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
-    gc.freeze()  # the imports; collections have only what the process makes
     try:
         function(conn, *args)
     except Exception as error:
