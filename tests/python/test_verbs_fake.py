@@ -7,19 +7,19 @@ import json
 import os
 import shutil
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Forks
 from nodes import LIMIT
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "cshim/verbs/fakeverbs/testdata"
 
 PROGRAM = """
-import ctypes, sys, torch
-sys.path.insert(0, sys.argv[1])
+import ctypes, torch
 import nodes
 
 registered = ctypes.CDLL("libibverbs.so.1").fake_count
@@ -44,8 +44,7 @@ print(*counts)
 """
 
 TWO_THREADS = """
-import ctypes, faulthandler, sys, threading, time, torch
-sys.path.insert(0, sys.argv[1])
+import ctypes, faulthandler, threading, time, torch
 import nodes
 
 fake = ctypes.CDLL("libibverbs.so.1")
@@ -80,7 +79,6 @@ cluster.close()
 
 DOCTORS = """
 import os, sys, threading
-import torch  # before anybody waits
 from fserver import cli
 from fserver.doctor import listen
 server = listen.listen("127.0.0.1", 0)
@@ -92,7 +90,8 @@ os._exit(status)  # an interpreter that ends aborts if a daemon thread is in a c
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def verbs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """Starts processes that find our libibverbs.so.1."""
     if not Path("/usr/include/infiniband/verbs.h").exists():
         pytest.skip("no infiniband/verbs.h (libibverbs-dev)")
     compiler = shutil.which(os.environ.get("CC", "cc"))
@@ -102,62 +101,46 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = folder / "libibverbs.so.1"
     files = sorted(SOURCES.glob("*.c"))
     subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", made, *files], check=True)
-    return folder
+    forks = Forks(LD_LIBRARY_PATH=str(folder))
+    yield forks
+    forks.close()
 
 
-def run(library: Path, program: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(Path(__file__).parent)],
-        env={**os.environ, "LD_LIBRARY_PATH": str(library)},
-        capture_output=True,
-        text=True,
-        timeout=2 * LIMIT,
-    )
+def run(verbs: Forks, program: str) -> str:
+    done = verbs.run("-c", program, limit=int(2 * LIMIT))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_memory_is_registered_once(library: Path) -> None:
+def test_memory_is_registered_once(verbs: Forks) -> None:
     """Pushed tensors, answers and pull tensors: a second push_pull of them registers nothing."""
-    first, *later = map(int, run(library, PROGRAM).split())
+    first, *later = map(int, run(verbs, PROGRAM).split())
     assert first > 0
     assert later == [first] * 4
 
 
-def test_a_second_thread_waits_for_a_registration_without_the_gil(library: Path) -> None:
-    run(library, TWO_THREADS)
+def test_a_second_thread_waits_for_a_registration_without_the_gil(verbs: Forks) -> None:
+    run(verbs, TWO_THREADS)
 
 
-def doctors(library: Path, **settings: str) -> tuple[int, dict[str, Any], dict[str, dict]]:
+def doctors(verbs: Forks, **settings: str) -> tuple[int, dict[str, Any], dict[str, dict]]:
     """A doctor that asks another one of its process. Its status, what it found, and its lines about
     tensors."""
-    done = subprocess.run(
-        [sys.executable, "-c", DOCTORS],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "LD_LIBRARY_PATH": str(library),
-            "FSERVER_LOG": "error",
-            **settings,
-        },
-        capture_output=True,
-        text=True,
-        timeout=2 * LIMIT,
-    )
+    done = verbs.run("-c", DOCTORS, limit=int(2 * LIMIT), FSERVER_LOG="error", **settings)
     assert done.stdout, done.stderr
     found = json.loads(done.stdout)
     (title,) = (t for t in found["sections"] if t.startswith("Tensors to "))
     return done.returncode, found, {check["name"]: check for check in found["sections"][title]}
 
 
-def test_doctors_over_rdma(library: Path) -> None:
+def test_doctors_over_rdma(verbs: Forks) -> None:
     """`fserver doctor --peer` writes each size over RDMA and names device, port and GID of both."""
     settings = {
         "FSERVER_TRANSPORT": "verbs",
         "FSERVER_RDMA_TC": "106",
         "FSERVER_RDMA_DEVICE": "fake1",
     }
-    status, found, lines = doctors(library, **settings)
+    status, found, lines = doctors(verbs, **settings)
     assert status == 0, lines
     path = (
         "fake1 port 1, GID 3 10.77.0.2 (RoCE v2) to GID 10.77.0.2, packets of 1024 bytes, "
@@ -172,9 +155,9 @@ def test_doctors_over_rdma(library: Path) -> None:
     assert all(s["count"] >= 3 and s["round_trip_us"] > 0 and s["gb_s"] >= 0 for s in sizes)
 
 
-def test_doctors_over_several_queue_pairs(library: Path) -> None:
+def test_doctors_over_several_queue_pairs(verbs: Forks) -> None:
     settings = {"FSERVER_TRANSPORT": "verbs", "STEPAF_QP_NUM": "2"}
-    status, _, lines = doctors(library, **settings)
+    status, _, lines = doctors(verbs, **settings)
     assert status == 0 and lines["transport"]["text"].startswith("verbs"), lines
     assert lines["path here"]["text"].startswith("fake0 port 1, GID 3 10.77.0.1 (RoCE v2) to GID ")
 
@@ -198,10 +181,10 @@ def long(*values: object) -> Any:
     ],
 )
 def test_doctors_without_rdma(
-    library: Path, settings: dict[str, str], name: str, state: str, text: str
+    verbs: Forks, settings: dict[str, str], name: str, state: str, text: str
 ) -> None:
     """Who asks for RDMA and gets none is told so. The doctor says what carried."""
-    status, _, lines = doctors(library, **settings)
+    status, _, lines = doctors(verbs, **settings)
     assert (status, lines[name]["state"]) == (int(state == "no"), state), lines
     assert lines[name]["text"].startswith(text)
     assert ("not used" in lines) == (name == "not used")
