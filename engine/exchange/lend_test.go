@@ -61,12 +61,12 @@ func lending(t *testing.T, servers int) *pair {
 func TestLoan(t *testing.T) {
 	p := lending(t, 1)
 	x, out := sharedOf(t, 1, 5000, 7), bytesOf(t, 1, 8, 0)
-	part := x
-	part.Span, part.Dims = mem.Span{Addr: x.Span.Addr + 100, Len: 50}, []int64{50}
+	middle := x
+	middle.Span, middle.Dims = mem.Span{Addr: x.Span.Addr + 100, Len: 50}, []int64{50}
 	own, empty := bytesOf(t, 3, 20, 9), bytesOf(t, 4, 0, 0)
-	part.Key = 2
+	middle.Key = 2
 	for range 3 {
-		id, err := p.pushPull([]Tensor{own, x, empty, part}, []Tensor{out})
+		id, err := p.pushPull([]Tensor{own, x, empty, middle}, []Tensor{out})
 		require.NoError(t, err)
 		require.NoError(t, p.settle())
 		r := p.take(0)[0]
@@ -74,7 +74,7 @@ func TestLoan(t *testing.T) {
 		require.Equal(t, []bool{false, true, false, true}, []bool{got[0].Lent, got[1].Lent, got[2].Lent, got[3].Lent})
 		require.Equal(t, own.Span.Bytes(), got[0].Span.Bytes())
 		require.Equal(t, x.Span.Bytes(), got[1].Span.Bytes())
-		require.Equal(t, part.Span.Bytes(), got[3].Span.Bytes())
+		require.Equal(t, middle.Span.Bytes(), got[3].Span.Bytes())
 		require.Equal(t, StateOpen, p.state(id), "the memory is still lent")
 		a, b := got[1].Buffer, got[3].Buffer
 		require.NoError(t, p.respond(0, r, bytesOf(t, 0, 8, 1)))

@@ -66,8 +66,8 @@ func carry(tb testing.TB, n *Node, name string, peers int, out, in []Tensor, pat
 			share := count / peers
 			c.In = append(c.In, in[i*share:(i+1)*share]...)
 			if share != 0 {
-				part := mem.Region{Addr: at.Addr + uintptr(8*i*share), Len: 8 * uint64(share), Dev: mem.CPU}
-				c.In = append(c.In, countsOf(part, share))
+				own := mem.Region{Addr: at.Addr + uintptr(8*i*share), Len: 8 * uint64(share), Dev: mem.CPU}
+				c.In = append(c.In, countsOf(own, share))
 			}
 		}
 	} else {
@@ -78,8 +78,8 @@ func carry(tb testing.TB, n *Node, name string, peers int, out, in []Tensor, pat
 		for i := range peers {
 			c.Out = append(c.Out, out[i*share:(i+1)*share]...)
 			if share != 0 {
-				part := mem.Region{Addr: rows.Addr + uintptr(8*i*share), Len: 8 * uint64(share), Dev: mem.CPU}
-				c.Out = append(c.Out, countsOf(part, share))
+				own := mem.Region{Addr: rows.Addr + uintptr(8*i*share), Len: 8 * uint64(share), Dev: mem.CPU}
+				c.Out = append(c.Out, countsOf(own, share))
 			}
 		}
 	}

@@ -71,11 +71,11 @@ const maxCore = 1 << 16
 // cpus reads a list like "0-3,8".
 func (r *reader) cpus(name, list string) []int {
 	var cores []int
-	for _, part := range strings.Split(list, ",") {
-		if part == "" {
+	for _, item := range strings.Split(list, ",") {
+		if item == "" {
 			continue
 		}
-		lo, hi, isRange := strings.Cut(part, "-")
+		lo, hi, isRange := strings.Cut(item, "-")
 		if !isRange {
 			hi = lo
 		}

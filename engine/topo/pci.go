@@ -60,13 +60,13 @@ func (r *reader) placeOf(name string) place {
 	p := place{numa: -1}
 	var path []string
 	dir := ""
-	for _, part := range strings.Split(strings.TrimPrefix(r.target(name), "/"), "/") {
-		dir += "/" + part
+	for _, element := range strings.Split(strings.TrimPrefix(r.target(name), "/"), "/") {
+		dir += "/" + element
 		switch {
-		case pciRoot.MatchString(part):
-			path = []string{part}
-		case path != nil && pciAddress.MatchString(part):
-			path = append(path, part)
+		case pciRoot.MatchString(element):
+			path = []string{element}
+		case path != nil && pciAddress.MatchString(element):
+			path = append(path, element)
 			p.path, p.dir = path, dir
 		}
 	}

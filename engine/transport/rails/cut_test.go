@@ -79,7 +79,7 @@ func TestDivideIsExact(t *testing.T) {
 func TestMeter(t *testing.T) {
 	var m meter
 	now := time.Duration(0)
-	part := func(bytes uint64, takes time.Duration) {
+	measure := func(bytes uint64, takes time.Duration) {
 		m.start(now)
 		now += takes
 		m.took += bytes
@@ -87,17 +87,17 @@ func TestMeter(t *testing.T) {
 		now += time.Hour // idle time does not count
 	}
 	const bytes = 10e6
-	part(sampleBytes-1, time.Microsecond)
+	measure(sampleBytes-1, time.Microsecond)
 	require.Zero(t, m.rate, "a socket may have buffered it")
-	part(bytes, 10*time.Millisecond)
+	measure(bytes, 10*time.Millisecond)
 	require.InDelta(t, 1e9, m.rate, 1, "the first sample counts as it is")
-	part(bytes, 10*time.Second)
+	measure(bytes, 10*time.Second)
 	require.InDelta(t, 0.5e9, m.rate, 1e6, "half of the difference")
-	part(sampleBytes-1, time.Microsecond)
-	part(0, time.Second)
+	measure(sampleBytes-1, time.Microsecond)
+	measure(0, time.Second)
 	require.InDelta(t, 0.5e9, m.rate, 1e6, "too little")
 	for range 40 {
-		part(bytes, 100*time.Millisecond)
+		measure(bytes, 100*time.Millisecond)
 	}
 	require.InDelta(t, 1e8, m.rate, 1e3)
 

@@ -34,7 +34,7 @@ func testOutOfBounds(w *world) {
 	decoy := victim.target(size) // has another token
 	foreign := other.target(size)
 	src := w.source(1, size)
-	from := func(n uint64) mem.Span { return part(src, 0, n) }
+	from := func(n uint64) mem.Span { return slice(src, 0, n) }
 	with := func(change func(k *transport.Key)) target {
 		t := dst
 		change(&t.key)
@@ -92,7 +92,7 @@ func testDeregisterStops(w *world) {
 	const size = 32 << 20
 	a, b := w.pair()
 	dst, src := b.n.target(size), w.source(1, size)
-	first, start, got := part(dst.Span(), 0, 64), pattern(1, 64), make([]byte, 64)
+	first, start, got := slice(dst.Span(), 0, 64), pattern(1, 64), make([]byte, 64)
 	a.post(dst.write(0, 1, src))
 	w.until("the write has begun", func() bool {
 		w.load(got, first)
@@ -102,7 +102,7 @@ func testDeregisterStops(w *world) {
 	whole := true
 	if len(b.writes) == 0 {
 		end := make([]byte, 64)
-		w.load(end, part(dst.Span(), size-64, 64))
+		w.load(end, slice(dst.Span(), size-64, 64))
 		whole = bytes.Equal(end, pattern(1, size)[size-64:])
 	}
 	w.poison(dst.Span())

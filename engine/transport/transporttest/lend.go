@@ -82,7 +82,7 @@ func testLoan(w *world) {
 	r, _ := w.shared(3<<20 + 5)
 	w.fill(r.Span(), 1)
 	for i, at := range [][2]uint64{{0, r.Len}, {0, 1}, {r.Len - 1, 1}, {4095, 2}, {12345, 1 << 20}} {
-		s := part(r.Span(), at[0], at[1])
+		s := slice(r.Span(), at[0], at[1])
 		l := w.give(a, b, uint32(i)<<30+7, s)
 		require.NotEqual(w, s.Addr, l.span.Addr, "the memory of the peer, not ours")
 		w.reads("loan", l.span, s.Bytes())

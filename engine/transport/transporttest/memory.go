@@ -148,8 +148,8 @@ func (w *world) load(b []byte, s mem.Span) {
 	}
 }
 
-// part is n bytes at off of s, which the test knows to be inside.
-func part(s mem.Span, off, n uint64) mem.Span {
+// slice is n bytes at off of s, which the test knows to be inside.
+func slice(s mem.Span, off, n uint64) mem.Span {
 	p, err := mem.Region{Addr: s.Addr, Len: s.Len}.Slice(off, n)
 	if err != nil {
 		panic(err)

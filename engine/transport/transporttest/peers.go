@@ -57,7 +57,7 @@ func testFortyPeers(w *world) {
 	})
 	for i := range peers {
 		require.Equal(w, []written{{uint32(i), size}}, to[i].writes)
-		w.holds("target", part(all.Span(), uint64(i*size), size), uint64(i))
+		w.holds("target", slice(all.Span(), uint64(i*size), size), uint64(i))
 		for j, f := range to[i].frames {
 			require.Equal(w, fmt.Sprintf("%d/%d", i, j), string(f))
 		}

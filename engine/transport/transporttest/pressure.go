@@ -75,7 +75,7 @@ func testPressureWrites(w *world) {
 		b.n.asleep = true
 		dst, src := b.n.target(1<<20), w.source(1, 1<<20)
 		taken := a.fill(pressureOps, func(i int) transport.Op {
-			return dst.write(0, uint32(i), part(src, 0, size))
+			return dst.write(0, uint32(i), slice(src, 0, size))
 		})
 		got := map[uint32]bool{}
 		b.onWritten = func(number uint32, n uint64) {
@@ -86,7 +86,7 @@ func testPressureWrites(w *world) {
 		}
 		b.n.asleep = false
 		w.until("all that was taken arrives", func() bool { return len(got) == taken && a.idle() })
-		w.holds("target", part(dst.Span(), 0, size), 1)
+		w.holds("target", slice(dst.Span(), 0, size), 1)
 	}
 }
 

@@ -138,7 +138,7 @@ func testSleepTraffic(w *world) {
 		for j := range frames {
 			s.ops = append(s.ops, frame([]byte{byte(j)}))
 			if k := uint64(j); k < writes {
-				s.ops = append(s.ops, dst.write(k*size, uint32(j), part(src, k*size, size)))
+				s.ops = append(s.ops, dst.write(k*size, uint32(j), slice(src, k*size, size)))
 			}
 		}
 	}

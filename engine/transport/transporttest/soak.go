@@ -63,7 +63,7 @@ func (l *flow) done(user uint64, err error) {
 		l.w.Errorf("an op failed on a conn that nobody closed: %v", err)
 	}
 	if s := l.bySource[user]; s != nil {
-		l.w.poison(part(l.src, s.at, slotBytes))
+		l.w.poison(slice(l.src, s.at, slotBytes))
 		s.sourceInUse = false
 		delete(l.bySource, user)
 	}
@@ -75,9 +75,9 @@ func (l *flow) written(number uint32, n uint64) {
 		l.w.Errorf("write %d of %d bytes was not posted", number, n)
 		return
 	}
-	l.w.holds("soak: target", part(l.dst.Span(), s.at+s.off, n), s.seed)
-	l.w.poison(part(l.dst.Span(), s.at+s.off, n))
-	l.w.untouched("soak: around the target", part(l.dst.Span(), s.at, slotBytes))
+	l.w.holds("soak: target", slice(l.dst.Span(), s.at+s.off, n), s.seed)
+	l.w.poison(slice(l.dst.Span(), s.at+s.off, n))
+	l.w.untouched("soak: around the target", slice(l.dst.Span(), s.at, slotBytes))
 	s.targetInUse = false
 	delete(l.byNumber, number)
 }
@@ -116,7 +116,7 @@ func (l *flow) post(r *rand.Rand) {
 		s.off = r.Uint64N(slotBytes - s.n + 1)
 		s.seed = r.Uint64()
 		where := r.Uint64N(slotBytes - s.n + 1)
-		src := part(l.src, s.at+where, s.n)
+		src := slice(l.src, s.at+where, s.n)
 		l.w.fill(src, s.seed)
 		ops = append(ops, l.dst.write(s.at+s.off, write, spans(src, r.Uint64N(s.n+1))...))
 		used = append(used, s)

@@ -44,7 +44,7 @@ func testWriteRange(w *world) {
 func spans(s mem.Span, cuts ...uint64) []mem.Span {
 	var out []mem.Span
 	for _, n := range cuts {
-		out = append(out, part(s, 0, n))
+		out = append(out, slice(s, 0, n))
 		s.Addr, s.Len = s.Addr+uintptr(n), s.Len-n
 	}
 	return append(out, s)
@@ -114,9 +114,9 @@ func testWriteLarge(w *world) {
 	a.post(dst.write(1, 9, spans(src, 5<<20, 1)...))
 	w.until("the write arrives", func() bool { return len(b.writes) == 1 && a.idle() })
 	require.Equal(w, []written{{9, size}}, b.writes)
-	w.holds("target", part(dst.Span(), 1, size), 1)
-	w.untouched("byte before", part(dst.Span(), 0, 1))
-	w.untouched("byte after", part(dst.Span(), size+1, 1))
+	w.holds("target", slice(dst.Span(), 1, size), 1)
+	w.untouched("byte before", slice(dst.Span(), 0, 1))
+	w.untouched("byte after", slice(dst.Span(), size+1, 1))
 }
 
 // testSourceFree overwrites each source as soon as its op has ended, while the
@@ -141,7 +141,7 @@ func testSourceFree(w *world) {
 	b.n.asleep = false
 	w.until("the writes arrive", func() bool { return len(b.writes) == count && a.idle() })
 	for i := range uint64(count) {
-		w.holds("target", part(dst.Span(), i*size, size), i)
+		w.holds("target", slice(dst.Span(), i*size, size), i)
 	}
 }
 
@@ -156,13 +156,13 @@ func testTargetComplete(w *world) {
 	var i uint32
 	b.onWritten = func(imm uint32, got uint64) {
 		require.Equal(w, written{i, n}, written{imm, got})
-		w.holds("target", part(dst.Span(), 0, n), uint64(i))
-		w.poison(part(dst.Span(), 0, n))
+		w.holds("target", slice(dst.Span(), 0, n), uint64(i))
+		w.poison(slice(dst.Span(), 0, n))
 	}
 	src := w.alloc(dst.Len)
 	for ; i < count; i++ {
 		n = sizes.Uint64N(1 << (1 + sizes.IntN(21)))
-		s := part(src.Span(), 0, n)
+		s := slice(src.Span(), 0, n)
 		w.fill(s, uint64(i))
 		a.post(dst.write(0, i, s))
 		w.until("the write arrives", func() bool { return len(b.writes) == int(i)+1 && a.idle() })
@@ -176,8 +176,8 @@ func testBothWays(w *world) {
 	sa, sb := w.source(1, count*size), w.source(2, count*size)
 	var toA, toB []transport.Op
 	for i := range uint64(count) {
-		toB = append(toB, tb.write(i*size, uint32(i), part(sa, i*size, size)), frame([]byte{byte(i)}))
-		toA = append(toA, ta.write(i*size, uint32(i), part(sb, i*size, size)), frame([]byte{byte(i)}))
+		toB = append(toB, tb.write(i*size, uint32(i), slice(sa, i*size, size)), frame([]byte{byte(i)}))
+		toA = append(toA, ta.write(i*size, uint32(i), slice(sb, i*size, size)), frame([]byte{byte(i)}))
 	}
 	w.until("all is posted", func() bool {
 		for _, p := range []struct {
@@ -209,13 +209,13 @@ func testFrameAfterWrites(w *world) {
 	seen := 0
 	b.onFrame = func(data []byte) {
 		for upto := int(binary.LittleEndian.Uint32(data)); seen < upto; seen++ {
-			w.holds("target", part(dst.Span(), uint64(seen)*size, lens[seen]), uint64(seen))
+			w.holds("target", slice(dst.Span(), uint64(seen)*size, lens[seen]), uint64(seen))
 		}
 	}
 	b.n.asleep = true
 	for i := range rounds * each {
 		lens[i] = pick.Uint64N(1 + size>>pick.IntN(16))
-		s := part(src.Span(), uint64(i)*size, lens[i])
+		s := slice(src.Span(), uint64(i)*size, lens[i])
 		w.fill(s, uint64(i))
 		write := dst.write(uint64(i)*size, 0, s)
 		w.until("post takes the write", func() bool { // without the mark of the suite
