@@ -135,7 +135,7 @@ def archive() -> Path:
     env = ["env", "GOTOOLCHAIN=local", "CGO_ENABLED=1", f"CGO_CFLAGS={cflags}", go]
     # Go's own symbols stay for profilers; debug information would double the file.
     flags = ["-trimpath", "-buildvcs=false", "-ldflags=-w", "-buildmode=c-archive", "-o", made]
-    # Go itself would compile all C again, also if nothing has changed.
+    # Go itself would compile all C again, even if nothing has changed.
     _put(noted, subprocess.run([*env, "env", "-changed"], cwd=ROOT, stdout=PIPE).stdout)
     files = [*ROOT.glob("engine/**/*.*"), *ROOT.glob("cshim/**/*.*"), *ROOT.glob("go.*")]
     inputs = sorted(path for path in files if path.is_file() and "_test." not in path.name)

@@ -105,7 +105,10 @@ def _run(command: tuple[str, ...]) -> int:
     try:
         exec(compile(code, program, "exec", dont_inherit=True), main.__dict__)
     except SystemExit as error:
-        return int(error.code or 0)
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+        return 1
     except Exception:
         sys.excepthook(*sys.exc_info())
         return 1

@@ -724,9 +724,14 @@ print("open", flush=True)
 def test_process_ends_with_a_stream_that_waits(program: str) -> None:
     """In an interpreter of its own, because that has to end as any does."""
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "open\n", "")
+    command = [sys.executable, "-c", f"import signal\nsignal.alarm(60)\n{program}"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        opened, start = process.stdout.readline(), time.monotonic()
+        out, err = process.communicate()
+    assert (process.returncode, opened, out, err) == (0, "open\n", "", "")
+    assert time.monotonic() - start < LIMIT
 
 
 def test_words() -> None:
