@@ -113,7 +113,7 @@ test: ext ## go test, pytest and the tests of the C++ headers, without what take
 	>$$log
 	run() { "$$@" 2>&1 | tee -a $$log || status=1; }
 	BIN=$(BIN) nice tools/cpp_tests.sh -N >/dev/null 2>&1 & # compiles: go test leaves a quarter of two cores idle
-	run env QUICK=1 $(GO_TEST) $(AS_BUILT) $(PACKAGES)
+	run env QUICK=1 GOGC=400 $(GO_TEST) $(AS_BUILT) $(PACKAGES)
 	wait || true # cpp_tests.sh compiles again what failed, and says why
 	run timeout --signal=INT --kill-after=30 30m $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=40
 	run env BIN=$(BIN) tools/cpp_tests.sh -j $(JOBS)

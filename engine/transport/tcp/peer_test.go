@@ -58,7 +58,7 @@ func noLeaks(t *testing.T) {
 	routines, descriptors := runtime.NumGoroutine(), files()
 	t.Cleanup(func() {
 		for end := time.Now().Add(patience); runtime.NumGoroutine() > routines && time.Now().Before(end); {
-			runtime.Gosched()
+			time.Sleep(time.Millisecond)
 		}
 		require.LessOrEqual(t, runtime.NumGoroutine(), routines)
 		require.Equal(t, descriptors, files())
@@ -80,7 +80,8 @@ func newUser(t *testing.T, f *Fabric) *user {
 	return &user{t: t, f: f, done: map[uint64]error{}, down: map[transport.Conn]error{}}
 }
 
-func (u *user) poll() {
+// poll returns how many events there were.
+func (u *user) poll() int {
 	n, err := u.f.Poll(u.ev[:])
 	require.NoError(u.t, err)
 	for _, e := range u.ev[:n] {
@@ -96,6 +97,7 @@ func (u *user) poll() {
 			e.Conn.Close()
 		}
 	}
+	return n
 }
 
 // post posts ops until all are taken: whoever keeps the Fabric in order may be its owner just then.
@@ -111,9 +113,15 @@ func post(t *testing.T, c transport.Conn, ops ...transport.Op) {
 
 func (u *user) until(cond func() bool) {
 	u.t.Helper()
-	for end := time.Now().Add(patience); !cond(); runtime.Gosched() {
-		u.poll()
-		require.True(u.t, time.Now().Before(end), "did not happen within %v", patience)
+	looks := 0
+	for end := time.Now().Add(patience); !cond(); looks++ {
+		if u.poll() > 0 {
+			looks = 0
+		}
+		if time.Now().After(end) {
+			require.Fail(u.t, "it did not happen", "within %v", patience)
+		}
+		transporttest.Rest(looks)
 	}
 }
 

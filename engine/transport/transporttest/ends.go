@@ -76,8 +76,10 @@ func (w *world) quiet(end func(b *link, dst target) (begin func(), over func() b
 			runtime.Gosched()
 		}
 		begin()
-		for limit := time.Now().Add(patience); !over() && time.Now().Before(limit); runtime.Gosched() {
+		looks := 0
+		for limit := time.Now().Add(patience); !over() && time.Now().Before(limit); looks++ {
 			b.n.poll()
+			Rest(looks)
 		}
 		ended := over()
 		w.poison(dst.Span())

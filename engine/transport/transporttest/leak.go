@@ -40,7 +40,9 @@ func countLeaks(tb testing.TB) leaks {
 // check fails the test when there is more than there was. A goroutine that has
 // done its last work may need a moment to leave.
 func (l leaks) check(tb testing.TB) {
-	for end := time.Now().Add(patience); runtime.NumGoroutine() > l.goroutines; runtime.Gosched() {
+	looks := 0
+	for end := time.Now().Add(patience); runtime.NumGoroutine() > l.goroutines; looks++ {
+		Rest(looks)
 		if time.Now().After(end) {
 			buf := make([]byte, 1<<20)
 			tb.Errorf("%d goroutines before, %d after:\n%s", l.goroutines,

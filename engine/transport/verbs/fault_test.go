@@ -29,6 +29,7 @@ type two struct {
 	done   [2]int
 	down   [2]map[transport.Conn]error
 	fresh  [2][]*Conn
+	looks  int // polls in a row without an event
 }
 
 func newTwo(t *testing.T) *two {
@@ -52,8 +53,10 @@ func (w *two) open(o Options) *Fabric {
 	return f
 }
 
+// poll rests where nothing comes.
 func (w *two) poll() {
 	var ev [16]transport.Event
+	w.looks++
 	for i, f := range w.f {
 		n, err := f.Poll(ev[:])
 		require.NoError(w.t, err)
@@ -69,9 +72,10 @@ func (w *two) poll() {
 				w.down[i][e.Conn] = e.Err
 				e.Conn.Close()
 			}
+			w.looks = 0
 		}
 	}
-	runtime.Gosched()
+	transporttest.Rest(w.looks)
 }
 
 func (w *two) until(what string, cond func() bool) {
